@@ -1,0 +1,47 @@
+"""Simulated annealing over groups and cuts on the exact simulator (Kirkpatrick et al. 1983).
+
+Several runs, each from the plain proportional start with the devices in random order; the temperature falls
+geometrically from HOT to COLD of the current step.
+"""
+
+import time
+
+import numpy as np
+
+from .. import cost
+from ..problem import Problem, Strategy
+from ..search import Search, better, proportional_state, random_state
+
+HOT, COLD = 0.1, 0.0003
+CHUNK = 500  # moves between two looks at the clock
+
+
+def solve(problem: Problem, seed: int = 0, runs: int = 4, moves: int = 60_000, budget_s: float | None = None) -> Strategy:
+    """Best strategy of `runs` annealing runs of `moves` moves, or, with a budget, of one run that cools down within
+    budget_s seconds."""
+    begin = time.perf_counter()
+    rng = np.random.default_rng(seed)
+    search = Search(problem)
+    best, best_step, best_overflow = None, np.inf, np.inf
+    for _ in range(1 if budget_s else runs):
+        state = proportional_state(problem, rng.permutation(problem.devices))
+        for temperature in _cooling(begin, budget_s) if budget_s else [None]:
+            if temperature is None:
+                found, step, overflow = search.run(state, moves, (HOT, COLD), random_state(rng))
+            else:
+                found, step, overflow = search.run(state, CHUNK, (temperature, temperature), random_state(rng))
+            if better(step, overflow, best_step, best_overflow):
+                best, best_step, best_overflow = found, step, overflow
+    return cost.decode(*best)
+
+
+def _cooling(begin, budget_s):
+    """The temperature by the share of the budget that has gone, until it has."""
+    last = time.perf_counter()
+    yield HOT
+    while True:
+        now = time.perf_counter()
+        if now + (now - last) > begin + budget_s:  # the next chunk would end late
+            return
+        last = now
+        yield HOT * (COLD / HOT) ** ((now - begin) / budget_s)

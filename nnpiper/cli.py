@@ -1,0 +1,241 @@
+"""The command line: solve, simulate, train, reproduce.
+
+Exit codes: 0 done; 2 bad input, with one line to stderr; 3 the strategy does not fit into memory. Whatever takes
+long to import is imported where it is used, so that `nnpiper --help` answers at once.
+"""
+
+import functools
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .paths import ROOT
+
+PLANNERS = ("nnpiper", "network", "even", "pipedream", "piper", "alpa", "alpa-hetero", "amp", "pipeedge", "metis",
+            "anneal", "exact")
+LEARNED = ("nnpiper", "network")
+DEFAULT_BUDGET_MS, LONGEST_BUDGET_MS = 20.0, 3_600_000.0
+FIELDS = ("file", "planner", "cuts", "groups", "step_s", "feasible", "overflow_bytes", "lower_bound_s", "solve_ms")
+PICTURES = (".png", ".pdf", ".svg")
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, 
+                  help="Pipeline-parallel strategies for unequal devices: NNPiper, the planners it is measured "
+                       "against, a simulator.")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns its exit code."""
+    try:
+        return typer.main.get_command(app)(arguments, prog_name="nnpiper", standalone_mode=False) or 0
+    except OSError as error:
+        return _bad_input(f"{error.filename or 'file'}: {error.strerror or error}")
+    except Exception as error:
+        # typer carries its own click, whose errors (unknown option, missing argument) have no public common class
+        if hasattr(error, "format_message"):
+            return _bad_input(error.format_message())
+        from .problem import InputError
+        if isinstance(error, InputError):
+            return _bad_input(str(error))
+        raise
+
+
+@app.command()
+def solve(
+    problems: Annotated[list[Path], typer.Argument(metavar="PROBLEM.json", help="Problem files.")],
+    planner: Annotated[str, typer.Option(help=f"One of {', '.join(PLANNERS)}; network is nnpiper without polish.",
+                                         metavar="NAME")] = "nnpiper",
+    budget_ms: Annotated[float | None, typer.Option(
+        help=f"Time to solve a problem in, for nnpiper and network (default {DEFAULT_BUDGET_MS:g}) and anneal "
+             "(default: as long as it takes); the others take the time they need.", metavar="B")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of nnpiper, network and anneal.", metavar="N")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+) -> int:
+    """Find a strategy for each problem. All files are checked before the first is solved."""
+    from .problem import InputError, Problem
+
+    if planner not in PLANNERS:
+        raise InputError(f"--planner: {planner!r}; allowed: {', '.join(PLANNERS)}")
+    if budget_ms is not None and not 0.0 < budget_ms <= LONGEST_BUDGET_MS:
+        raise InputError(f"--budget-ms: {budget_ms}; allowed: over 0, at most {LONGEST_BUDGET_MS:g}")
+    _check_range("--seed", seed, 0, 2**32 - 1)
+    loaded = [(path, Problem.from_file(path)) for path in problems]
+    prepare, run = _planner(planner, budget_ms, seed)
+    code = 0
+    for path, problem in loaded:
+        strategy, solve_ms = _timed(prepare, run, path, problem)
+        answer = _judged(path, problem, strategy) | {"planner": planner, "solve_ms": solve_ms}
+        if as_json:
+            print(json.dumps({name: answer[name] for name in FIELDS}), flush=True)
+        else:
+            _print_answer(answer)
+        code = code if answer["feasible"] else 3
+    return code
+
+
+@app.command()
+def simulate(
+    problem_file: Annotated[Path, typer.Argument(metavar="PROBLEM.json")],
+    strategy_file: Annotated[Path, typer.Argument(metavar="STRATEGY.json", help="JSON with cuts and groups.")],
+    picture: Annotated[Path | None, typer.Option("--timeline", metavar="OUT.png",
+                                                 help="Draw the timeline into this file (png, pdf or svg).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> int:
+    """Run one training step of a strategy on the exact simulator."""
+    from . import cost, simulator
+    from .problem import InputError, Problem, Strategy
+
+    if picture is not None and (picture.suffix.lower() not in PICTURES or not picture.parent.is_dir()
+                                or picture.is_dir()):
+        raise InputError(f"--timeline: {picture}; allowed: a {', '.join(PICTURES)} file in a folder that exists")
+    problem, strategy = Problem.from_file(problem_file), Strategy.from_file(strategy_file)
+    try:
+        timeline = simulator.timeline(problem, strategy)
+    except InputError as error:
+        raise InputError(f"{strategy_file}: {error}") from None
+    answer = _judged(problem_file, problem, strategy)
+    stages, idle = cost.stage_arrays(problem, strategy), timeline.idle_share
+    answer |= {"lower_bound_s": simulator.lower_bound(problem, strategy),
+               "stages": [{"forward_s": float(stages.forward_s[s]), "backward_s": float(stages.backward_s[s]),
+                           "idle_share": float(idle[s])} for s in range(problem.stages)]}
+    if picture is not None:
+        from . import plots
+        bounds = strategy.bounds(problem.layers)
+        labels = [f"{bounds[s]}-{bounds[s + 1] - 1}@{','.join(map(str, group))}"
+                  for s, group in enumerate(strategy.groups)]
+        plots.save(plots.timeline_figure(timeline, problem.transfers, labels), picture)
+    if as_json:
+        print(json.dumps({name: value for name, value in answer.items() if name != "text"}))
+    else:
+        _print_simulation(answer)
+    return 0 if answer["feasible"] else 3
+
+
+@app.command()
+def train(
+    steps: Annotated[int, typer.Option(help="Training steps.", metavar="N")] = 8000,
+    seed: Annotated[int, typer.Option(help="Seed of weights and virtual instances.", metavar="N")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder of the checkpoint, its card and log; a run that was killed goes on "
+                                           "from here.", metavar="FOLDER")] = Path("runs/nnpiper"),
+) -> int:
+    """Train the network by VCTA. Data parallel under torchrun: torchrun --nproc-per-node 2 -m nnpiper.cli train ..."""
+    from .problem import InputError
+
+    _check_range("--steps", steps, 1, 10**7)
+    _check_range("--seed", seed, 0, 2**32 - 1)
+    if out.exists() and not out.is_dir():
+        raise InputError(f"--out: {out} is a file; allowed: a folder")
+    from . import vcta
+    checkpoint = vcta.train(out, vcta.Recipe(steps=steps, seed=seed))
+    if os.environ.get("RANK", "0") == "0":
+        print(f"wrote {checkpoint}")
+    return 0
+
+
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def reproduce(context: typer.Context) -> int:
+    """Regenerate every table and figure: ./reproduce.sh, with its options (see reproduce --help)."""
+    from .problem import InputError
+
+    script = ROOT / "reproduce.sh"
+    if not script.is_file():
+        raise InputError(f"{script}: no such file; allowed: a checkout of the repository, installed with pip -e")
+    sys.stdout.flush()
+    os.execvp("bash", ["bash", str(script), *context.args])
+
+
+def _bad_input(message):
+    print(f"nnpiper: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+def _check_range(name, value, low, high):
+    from .problem import InputError
+
+    if not low <= value <= high:
+        raise InputError(f"{name}: {value}; allowed: an integer from {low} to {high}")
+
+
+def _planner(name, budget_ms, seed):
+    """(prepare, run), both functions of a problem. After prepare the model is loaded and every kernel compiled that
+    this problem needs: it solves the problem without a deadline (which compiling would overrun), or, where that takes
+    long and one kernel serves all problems, a small part of it."""
+    budget_s = None if budget_ms is None else budget_ms / 1e3
+    if name in LEARNED:
+        from .solver import NNPiper
+        prepare = functools.partial(NNPiper.from_pretrained().solve, seed=seed, polish=name == "nnpiper")
+        return prepare, functools.partial(prepare, budget_s=budget_s or DEFAULT_BUDGET_MS / 1e3)
+    from .baselines import PLANNERS as baselines
+    if name == "anneal":
+        run = functools.partial(baselines[name], seed=seed, budget_s=budget_s)
+        return lambda problem: baselines[name](_small(problem), moves=1), run
+    if name == "exact":
+        return lambda problem: baselines[name](_small(problem)), baselines[name]
+    return baselines[name], baselines[name]
+
+
+def _timed(prepare, run, path, problem):
+    """(strategy, ms to find it)."""
+    from .baselines import PlannerLimit
+    from .problem import InputError
+
+    try:
+        prepare(problem)
+        begin = time.perf_counter()
+        strategy = run(problem)
+        return strategy, 1e3 * (time.perf_counter() - begin)
+    except PlannerLimit as error:
+        raise InputError(f"{path}: planner {error}") from None
+
+
+def _small(problem):
+    """The first few layers, devices and micro-batches of a problem; all devices used where the whole uses all."""
+    from .problem import SHAPES
+
+    S = min(problem.stages, 3)
+    size = {"L": min(problem.layers, 6), "K": S if problem.stages == problem.devices else min(problem.devices, 4)}
+    arrays = {name: getattr(problem, name)[tuple(slice(size[letter]) for letter in letters)]
+              for name, letters in SHAPES.items()}
+    return problem.replace(**arrays, stages=S, micro_batches=min(problem.micro_batches, 4))
+
+
+def _judged(path, problem, strategy):
+    """What the exact simulator and the memory check say of a strategy."""
+    from . import cost, simulator
+
+    overflow = cost.overflow_bytes(problem, strategy)
+    return {"file": str(path), "cuts": list(strategy.cuts), "groups": [list(group) for group in strategy.groups],
+            "step_s": simulator.step_time(problem, strategy), "feasible": overflow == 0.0, "overflow_bytes": overflow,
+            "lower_bound_s": None, "text": strategy.text(problem.layers)}
+
+
+def _print_answer(answer):
+    fits = "fits in memory" if answer["feasible"] else f"{answer['overflow_bytes'] / 1e9:.4g} GB over memory"
+    print(f"{answer['file']}: {answer['text']}")
+    print(f"    step {answer['step_s']:.4g} s, {fits}, {answer['planner']} took {answer['solve_ms']:.3g} ms",
+          flush=True)
+
+
+def _print_simulation(answer):
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    print(f"step {answer['step_s']:.4g} s, at least {answer['lower_bound_s']:.4g} s with this strategy")
+    if not answer["feasible"]:
+        print(f"does not fit: {answer['overflow_bytes'] / 1e9:.4g} GB over memory")
+    table = Table("stage", "layers@devices", box=box.SIMPLE_HEAD)
+    for name in ("forward [s]", "backward [s]", "idle [%]"):
+        table.add_column(name, justify="right")
+    for s, (part, stage) in enumerate(zip(answer["text"].split(" | "), answer["stages"])):
+        table.add_row(str(s), part, f"{stage['forward_s']:.4g}", f"{stage['backward_s']:.4g}",
+                      f"{100 * stage['idle_share']:.1f}")
+    Console(highlight=False, markup=False).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

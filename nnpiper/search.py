@@ -1,0 +1,298 @@
+"""Local search over strategies on the exact simulator: one compiled loop serves annealing and the solver's polish.
+
+A state is a strategy as `cost.encode` writes it (bounds, order, starts). A move is accepted when the new energy is
+below a threshold that is drawn beforehand (Metropolis: current energy - temperature log u), so that most moves are
+refused by the lower bound of their step alone, without a simulation. Energy = step time x (1 + OVERFLOW_WEIGHT x share
+of memory that overflows); the best state is the feasible one with the shortest step, or the one with the least
+overflow. Temperatures are relative to the energy.
+"""
+
+import math
+
+import numpy as np
+from numba import njit
+
+from . import cost, simulator
+from .cost import BACKWARD, FORWARD, SEND_BACKWARD, SEND_FORWARD
+from .problem import Problem
+from .simulator import run_step, step_bound
+
+OVERFLOW_WEIGHT = 10.0
+
+
+class Search:
+    """The search's view of one problem: packed costs, op table and scratch, made once."""
+
+    def __init__(self, problem: Problem):
+        S, M, K = problem.stages, problem.micro_batches, problem.devices
+        self.packed = cost.pack(problem)
+        self.ops = simulator.op_table(problem.schedule, S, M)
+        self.rules = problem.transfers == "blocking", problem.schedule == "1f1b", M
+        self.space = simulator.workspace(S, M)
+        self.scratch = np.zeros((5, S)), np.zeros(K), np.zeros(K), np.zeros(S, np.int64)
+
+    def run(self, state, moves: int, temperature: tuple[float, float], random_state: np.ndarray):
+        """`moves` moves from `state` (bounds, order, starts), temperature falling geometrically from the first to the
+        second value (0: descent). random_state is [1] uint64, not 0, and advances. The state is changed in place to
+        the last one; returns (best state, its step in s, its bytes over memory)."""
+        best = tuple(a.copy() for a in state)
+        step, overflow = _search(self.packed, self.ops, *self.rules, *state, *best, moves, *temperature, random_state,
+                                 self.space, self.scratch)
+        return best, step, overflow
+
+    def evaluate(self, bounds, order, starts):
+        """[N] steps in s and [N] bytes over memory of N states."""
+        blocking, _, M = self.rules
+        return simulator.evaluate_all(self.packed, self.ops, blocking, M, bounds, order, starts)
+
+
+def random_state(rng: np.random.Generator) -> np.ndarray:
+    """Seed of the compiled generator."""
+    return rng.integers(1, 2**63, size=1, dtype=np.uint64)
+
+
+def better(step, overflow, best_step, best_overflow) -> bool:
+    """Feasible before infeasible, less overflow among the infeasible, then the shorter step."""
+    return (overflow, step) < (best_overflow, best_step)
+
+
+def proportional_state(problem: Problem, devices: np.ndarray):
+    """A plain start: the devices in the given order, dealt evenly to the stages, and layers in proportion to the speed
+    of each group."""
+    L, K, S = problem.layers, problem.devices, problem.stages
+    starts = np.round(np.linspace(0, K, S + 1)).astype(np.int64)
+    layer_s = problem.forward_s + problem.backward_s  # [L, K]
+    speed = 1.0 / np.maximum(layer_s.sum(axis=0), 1e-30)
+    share = np.add.reduceat(speed[devices], starts[:-1])
+    return cuts_by_share(layer_work(layer_s), (share / share.sum())[None])[0], devices.astype(np.int64), starts
+
+
+def layer_work(layer_s: np.ndarray) -> np.ndarray:
+    """[..., L] share of each layer in the work, mean over devices, from [..., L, K] seconds."""
+    total = np.maximum(layer_s.sum(axis=-2, keepdims=True), 1e-30)
+    work = (layer_s / total).mean(axis=-1) + 1e-12
+    return work / work.sum(axis=-1, keepdims=True)
+
+
+@njit(cache=True)
+def cuts_by_share(work, share):
+    """[N, S + 1] bounds for wanted shares [N, S] of the work [L]: the cuts that keep the most overloaded stage's work /
+    share least, by bisection over that ratio; each stage gets a layer."""
+    N, S = share.shape
+    bounds = np.zeros((N, S + 1), np.int64)
+    for n in range(N):
+        low, high = 0.0, 1.0
+        while not _fill(work, share[n], high, bounds[n]):
+            low, high = high, 2.0 * high
+        for _ in range(8):
+            middle = 0.5 * (low + high)
+            if _fill(work, share[n], middle, bounds[n]):
+                high = middle
+            else:
+                low = middle
+        _fill(work, share[n], high, bounds[n])
+    return bounds
+
+
+@njit(cache=True)
+def _fill(work, share, ratio, bounds):
+    """Give each stage in turn the layers that fit into ratio x share; False if some are left over."""
+    L, S = work.shape[0], share.shape[0]
+    total = share.sum()
+    layer = 0
+    for s in range(S):
+        room = ratio * share[s] / total
+        last = L - (S - 1 - s)  # each later stage needs a layer
+        taken = work[layer]
+        layer += 1
+        while layer < last and taken + work[layer] <= room:
+            taken += work[layer]
+            layer += 1
+        if taken > room:
+            return False
+        bounds[s + 1] = layer
+    return layer == L
+
+
+@njit(cache=True)
+def uniform(state):
+    """xorshift64*: uniform in (0, 1)."""
+    x = state[0]
+    x ^= x >> np.uint64(12)
+    x ^= x << np.uint64(25)
+    x ^= x >> np.uint64(27)
+    state[0] = x
+    return (np.float64((x * np.uint64(2685821657736338717)) >> np.uint64(11)) + 0.5) / 9007199254740992.0
+
+
+@njit(cache=True)
+def _pick(state, n):
+    return min(int(uniform(state) * n), n - 1)
+
+
+@njit(cache=True)
+def _search(p, ops, blocking, one_f_one_b, M, bounds, order, starts, best_bounds, best_order, best_starts,
+            moves, hot, cold, random, space, scratch):
+    stages, used, share, plan = scratch
+    S, K = starts.shape[0] - 1, order.shape[0]
+    memory = p.memory.sum() + 1.0
+    new_bounds, new_order, new_starts = bounds.copy(), order.copy(), starts.copy()
+
+    overflow = cost.fill_stage_arrays(p, bounds, order, starts, stages, used, share)
+    step = run_step(ops, stages, blocking, space)
+    energy = step * (1.0 + OVERFLOW_WEIGHT * overflow / memory)
+    best_step, best_overflow = step, overflow
+    slowest = _slowest(stages, blocking)
+    cooling = (cold / hot) ** (1.0 / max(moves, 1)) if hot > 0.0 else 0.0
+    temperature = hot
+    for _ in range(moves):
+        if not _move(bounds, order, starts, new_bounds, new_order, new_starts, slowest, random, plan):
+            temperature *= cooling
+            continue
+        threshold = energy * (1.0 - temperature * math.log(uniform(random)))
+        temperature *= cooling
+        new_overflow = cost.fill_stage_arrays(p, new_bounds, new_order, new_starts, stages, used, share)
+        weight = 1.0 + OVERFLOW_WEIGHT * new_overflow / memory
+        accepted = step_bound(stages, M, blocking, one_f_one_b) * weight <= threshold
+        if accepted:
+            new_step = run_step(ops, stages, blocking, space)
+            accepted = new_step * weight <= threshold
+        if accepted:
+            step, overflow, energy = new_step, new_overflow, new_step * weight
+            bounds[:], order[:], starts[:] = new_bounds, new_order, new_starts
+            slowest = _slowest(stages, blocking)
+            if overflow < best_overflow or (overflow == best_overflow and step < best_step):
+                best_step, best_overflow = step, overflow
+                best_bounds[:], best_order[:], best_starts[:] = bounds, order, starts
+        else:
+            new_bounds[:], new_order[:], new_starts[:] = bounds, order, starts
+    return best_step, best_overflow
+
+
+@njit(cache=True)
+def _slowest(stages, blocking):
+    """The stage that is busy longest a micro-batch: where a move most likely helps."""
+    worst, where = -1.0, 0
+    for s in range(stages.shape[1]):
+        busy = stages[FORWARD, s] + stages[BACKWARD, s]
+        if blocking:
+            busy += stages[SEND_FORWARD, s]
+            if s > 0:
+                busy += stages[SEND_BACKWARD, s - 1]
+        if busy > worst:
+            worst, where = busy, s
+    return where
+
+
+@njit(cache=True)
+def _move(bounds, order, starts, new_bounds, new_order, new_starts, slowest, random, plan):
+    """Write one random neighbour of the state; the new arrays equal the old ones on entry. False: no move made."""
+    S, K = starts.shape[0] - 1, order.shape[0]
+    kind = uniform(random)
+    if S > 1 and kind < 0.45:
+        return _move_layers(bounds, new_bounds, slowest, random)
+    if kind < 0.65:
+        # two devices change places, one of them possibly unused
+        i, j = _pick(random, K), _pick(random, K)
+        if uniform(random) < 0.3:
+            s = _pick(random, S) if uniform(random) < 0.5 else slowest
+            i = starts[s] + _pick(random, starts[s + 1] - starts[s])
+        if order[i] == order[j] or _stage_of(starts, i) == _stage_of(starts, j):
+            return False
+        new_order[i], new_order[j] = order[j], order[i]
+        return True
+    if K > S and kind < 0.82:
+        return _move_device(order, starts, new_order, new_starts, slowest, random)
+    if S == 1:
+        return False
+    # stages change places and keep their devices and layer counts: two of them, one moved, or a run reversed
+    i, j = _pick(random, S), _pick(random, S)
+    if i == j:
+        return False
+    low, high = min(i, j), max(i, j)
+    for s in range(S):
+        plan[s] = s
+    if kind < 0.88:
+        plan[i], plan[j] = j, i
+    elif kind < 0.94:
+        for s in range(low, high + 1):
+            plan[s] = low + high - s
+    elif i < j:
+        for s in range(i, j):
+            plan[s] = s + 1
+        plan[j] = i
+    else:
+        for s in range(j + 1, i + 1):
+            plan[s] = s - 1
+        plan[j] = i
+    position = starts[low]
+    for s in range(low, high + 1):
+        old = plan[s]
+        new_bounds[s + 1] = new_bounds[s] + bounds[old + 1] - bounds[old]
+        for k in range(starts[old], starts[old + 1]):
+            new_order[position] = order[k]
+            position += 1
+        new_starts[s + 1] = position
+    return True
+
+
+@njit(cache=True)
+def _move_layers(bounds, new_bounds, slowest, random):
+    """One or a few layers go from one stage to another; the stages between keep their counts."""
+    S = bounds.shape[0] - 1
+    giver = slowest if uniform(random) < 0.5 else _pick(random, S)
+    if uniform(random) < 0.5:
+        taker = giver + 1 if (uniform(random) < 0.5 and giver < S - 1) or giver == 0 else giver - 1
+    else:
+        taker = _pick(random, S)
+    spare = bounds[giver + 1] - bounds[giver] - 1
+    if giver == taker or spare < 1:
+        return False
+    count = 1
+    while count < spare and uniform(random) < 0.3:
+        count += 1
+    if giver < taker:
+        for s in range(giver + 1, taker + 1):
+            new_bounds[s] -= count
+    else:
+        for s in range(taker + 1, giver + 1):
+            new_bounds[s] += count
+    return True
+
+
+@njit(cache=True)
+def _stage_of(starts, position):
+    S = starts.shape[0] - 1
+    for s in range(S):
+        if position < starts[s + 1]:
+            return s
+    return S
+
+
+@njit(cache=True)
+def _move_device(order, starts, new_order, new_starts, slowest, random):
+    """One device joins another group, or is left unused; a group keeps at least one device."""
+    S, K = starts.shape[0] - 1, order.shape[0]
+    i = _pick(random, K)
+    source = _stage_of(starts, i)
+    if source < S and starts[source + 1] - starts[source] == 1:
+        return False
+    target = slowest if uniform(random) < 0.3 else _pick(random, S + 1)
+    if target == source:
+        return False
+    device = order[i]
+    if source < target:
+        end = starts[target] if target < S else K  # first position of the target once the device is gone, plus one
+        for x in range(i, end - 1):
+            new_order[x] = order[x + 1]
+        new_order[end - 1] = device
+        for s in range(source + 1, target + 1):
+            new_starts[s] -= 1
+    else:
+        begin = starts[target + 1]
+        for x in range(i, begin, -1):
+            new_order[x] = order[x - 1]
+        new_order[begin] = device
+        for s in range(target + 1, min(source, S) + 1):
+            new_starts[s] += 1
+    return True

@@ -1,0 +1,124 @@
+"""The solver: network -> samples -> polish on the exact simulator -> Strategy, within a time budget.
+
+The network draws a few dozen strategies, the simulator ranks them, and a short local search polishes the best ones.
+"""
+
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from . import checkpoint, cost
+from .batch import Batch
+from .network import Network
+from .problem import InputError, Problem, Strategy
+from .search import Search, better, random_state
+
+SAMPLES = 64  # groupings
+DIVISIONS = 4  # of the layers, for each grouping
+MOVES = 6000  # of polish without a budget
+BUDGET_S = 0.02
+STARTS = 4  # samples that are polished
+CHUNK = 250  # moves between two looks at the clock
+HOT, COLD = 0.004, 0.0003  # temperature of the polish, relative to the step
+
+
+class NNPiper:
+    """A trained network that solves problems.
+
+    >>> piper = NNPiper.from_pretrained()            # doctest: +SKIP
+    >>> print(piper.solve(problem, budget_s=0.02))   # doctest: +SKIP
+    """
+
+    def __init__(self, network: Network):
+        self.network = network
+
+    @classmethod
+    def from_pretrained(cls, path: Path | None = None) -> "NNPiper":
+        """The solver of a checkpoint; None: the shipped one. Raises InputError where it cannot be read or is not what
+        its card says."""
+        return cls(checkpoint.load(path))
+
+    def solve(self, problem: Problem, budget_s: float | None = None, seed: int = 0, polish: bool = True,
+              samples: int = SAMPLES, moves: int = MOVES) -> Strategy:
+        """The best strategy found: feasible if any feasible one was met, else the one with the least bytes over memory.
+
+        With budget_s the polish goes on until that many seconds have gone since the call; without, it makes `moves`
+        moves, and the same seed gives the same strategy. Without polish: the best of the network's samples.
+        """
+        begin = time.perf_counter()
+        if budget_s is not None and not 0 < budget_s < math.inf:
+            raise InputError(f"budget_s: {budget_s}; allowed: a positive, finite number of seconds")
+        states, step_s, overflow = self.sample(problem, samples, seed)
+        order = np.lexsort((step_s, overflow))
+        if not polish:
+            return cost.decode(*(a[order[0]] for a in states))
+        starts = _distinct(states, step_s, order)
+        deadline = begin + budget_s if budget_s else None
+        return cost.decode(*_polish(problem, starts, moves, deadline, np.random.default_rng(seed)))
+
+    def sample(self, problem: Problem, samples: int, seed: int):
+        """`samples` groupings with DIVISIONS divisions each, as `cost.encode` writes strategies, their steps in s and bytes
+        over memory; number 0 is the network's likeliest."""
+        batch = Batch.of([problem])
+        with torch.inference_mode(), _one_thread():
+            f = self.network.features(batch)
+            encoding, generator = self.network.encode(f), torch.Generator().manual_seed(seed)
+            plans = self.network.draw(f, encoding, samples, generator, greedy=True)
+            log_share = self.network.divide(f, encoding, plans).draw(DIVISIONS, generator, greedy=True)
+            share = log_share.softmax(-1).double().numpy()
+        states = batch.strategies(plans.actions.numpy(), share)
+        step_s, overflow = batch.step_times(*states)
+        return tuple(a[0] for a in states), step_s[0], overflow[0]
+
+
+def _distinct(states, step_s, order):
+    """The best STARTS samples with different steps: equal steps are nearly always the same strategy twice."""
+    chosen = []
+    for n in order:
+        if all(step_s[n] != step_s[other] for other in chosen):
+            chosen.append(n)
+        if len(chosen) == STARTS:
+            break
+    return [tuple(a[n].copy() for a in states) for n in chosen]
+
+
+def _polish(problem, starts, moves, deadline, rng):
+    """Anneal from each start for an equal part of the moves (or of the time), from mild to cold."""
+    search, seed = Search(problem), random_state(rng)
+    best, best_step, best_overflow = None, np.inf, np.inf
+    for i, state in enumerate(starts):
+        for temperature, count in _cooling(moves // len(starts), deadline, len(starts) - i):
+            found, step, overflow = search.run(state, count, temperature, seed)
+            if better(step, overflow, best_step, best_overflow):
+                best, best_step, best_overflow = found, step, overflow
+    return best if best is not None else starts[0]
+
+
+def _cooling(moves, deadline, parts):
+    """(temperatures, moves) of the chunks of one start: so many moves, or a fair part of the time to the deadline."""
+    if deadline is None:
+        yield (HOT, COLD), moves
+        return
+    begin = last = time.perf_counter()
+    end = begin + (deadline - begin) / parts
+    longest = 0.0
+    while last + longest < end:
+        gone = (last - begin) / (end - begin)
+        temperature = HOT * (COLD / HOT) ** gone
+        yield (temperature, temperature), CHUNK
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+
+
+class _one_thread:
+    """The matrices are small: more threads only wait for each other."""
+
+    def __enter__(self):
+        self.before = torch.get_num_threads()
+        torch.set_num_threads(1)
+
+    def __exit__(self, *_):
+        torch.set_num_threads(self.before)

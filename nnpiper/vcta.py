@@ -1,0 +1,257 @@
+"""The Virtual Contrastive Training Algorithm (VCTA): the network learns from virtual instances alone.
+
+Each step draws fresh virtual instances and lets the network draw N groupings for each, and R divisions of the layers
+for each grouping. All run on the exact simulator and are contrasted: the groupings of an instance (by their best division)
+with each other, and the divisions of a grouping with each other, so that neither is judged by the other's luck. Of two
+the better one shall become likelier than the worse one,
+
+    loss = - sum over pairs (i better than j) of w(i) log sigmoid(BETA (log p(i) - log p(j))) / BETA,
+
+with w(i) = exp(- rank(i) / LEADER), so that the best strategies count most: the solver uses the best of many samples.
+The paper states the algorithm's name and purpose; this loss is this artifact's choice. Everything random in step t
+follows from (seed, t, rank), so a resumed run goes on exactly as the unbroken one.
+"""
+
+import contextlib
+import csv
+import io
+import os
+import platform
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import distributed
+from tqdm import tqdm
+
+from . import checkpoint, virtual
+from .batch import Batch
+from .network import Groupings, Network, Size
+from .problem import InputError, write_text
+from .search import Search, better, proportional_state, random_state
+
+LOG_FIELDS = ["step", "minutes", "loss", "gap_greedy", "gap_best", "gap_groups_greedy", "gap_groups_best"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to train."""
+
+    steps: int = 8000
+    seed: int = 0
+    instances: int = 64  # a step, over all processes
+    groupings: int = 16  # N, an instance
+    divisions: int = 8  # R, a grouping
+    contrast: str = "pairwise"  # or "policy-gradient": the usual one, with the samples' mean as baseline
+    beta: float = 0.1
+    leader: float = 4.0  # ranks over which a strategy's weight falls by e
+    learning_rate: float = 1e-3
+    blind: str = ""
+    size: Size = Size()
+
+    def __post_init__(self):
+        if self.contrast not in ("pairwise", "policy-gradient"):
+            raise InputError(f"contrast: {self.contrast!r}; allowed: pairwise, policy-gradient")
+
+
+def train(out: Path, recipe: Recipe = Recipe(), progress: bool = True) -> Path:
+    """Train into the folder `out`, or go on from the last state there; returns the checkpoint's path. Under torchrun
+    the instances of a step are shared out and gradients averaged over gloo.
+
+    Writes nnpiper.pt and nnpiper.json (the card) at the end, log.csv and resume.pt on the way. Raises InputError where
+    `out` holds a run with another recipe.
+    """
+    with _processes() as (rank, world):
+        return _train(Path(out), recipe, progress and rank == 0, rank, world)
+
+
+def _train(out, recipe, progress, rank, world):
+    target, resume, log = out / "nnpiper.pt", out / "resume.pt", out / "log.csv"
+    torch.manual_seed(recipe.seed)
+    network = Network(recipe.size, recipe.blind)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=recipe.learning_rate, weight_decay=0.01)
+    rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.learning_rate, total_steps=recipe.steps,
+                                               pct_start=0.05 if recipe.steps > 20 else 0.3)  # at 20 it would fail
+    done, rows, losses, minutes = 0, [], [], 0.0
+    if resume.exists():
+        state = torch.load(resume, weights_only=True)
+        if state["recipe"] != asdict(recipe):
+            raise InputError(f"{resume}: recipe {state['recipe']}; allowed: {asdict(recipe)}, or an empty folder")
+        network.load_state_dict(state["network"])
+        optimizer.load_state_dict(state["optimizer"])
+        rate.load_state_dict(state["rate"])
+        done, rows, losses, minutes = state["done"], state["rows"], state["losses"], state["minutes"]
+    validation = Validation(recipe.seed) if rank == 0 and done < recipe.steps else None
+    begin, saved = time.perf_counter() - 60 * minutes, time.perf_counter()
+    for step in tqdm(range(done, recipe.steps), initial=done, total=recipe.steps, disable=not progress,
+                     mininterval=1.0):
+        loss = contrast_step(network, recipe, step, rank, world)
+        optimizer.zero_grad()
+        loss.backward()
+        _average_gradients(network, world)
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+        rate.step()
+        losses.append(loss.item())
+        last = step + 1 == recipe.steps
+        if rank == 0 and ((step + 1) % max(recipe.steps // 40, 1) == 0 or last):
+            rows.append([step + 1, (time.perf_counter() - begin) / 60, float(np.mean(losses)),
+                         *validation.gaps(network)])
+            losses = []
+        if rank == 0 and (time.perf_counter() - saved > 30 or last):
+            saved = time.perf_counter()
+            minutes = (saved - begin) / 60
+            _write_log(log, rows)
+            buffer = io.BytesIO()
+            torch.save({"recipe": asdict(recipe), "network": network.state_dict(), "optimizer": optimizer.state_dict(),
+                        "rate": rate.state_dict(), "done": step + 1, "rows": rows, "losses": losses,
+                        "minutes": minutes}, buffer)
+            checkpoint.write_bytes(resume, buffer.getvalue())
+    if rank == 0:
+        checkpoint.save(network, target, _history(recipe, minutes, world))
+    return target
+
+
+def contrast_step(network: Network, recipe: Recipe, step: int, rank: int = 0, world: int = 1) -> torch.Tensor:
+    """The loss of training step number `step`, with gradient."""
+    size = virtual.sizes(np.random.default_rng([recipe.seed, step]))  # the same for all processes
+    rng = np.random.default_rng([recipe.seed, step, rank + 1])
+    problems = virtual.draw(rng, max(recipe.instances // world, 1), **size)
+    generator = torch.Generator().manual_seed(int(rng.integers(2**62)))
+    f = network.features(problems)
+    encoding = network.encode(f)
+    plans = network.draw(f, encoding, recipe.groupings, generator)
+    divisions = network.divide(f, encoding, plans)
+    log_share = divisions.draw(recipe.divisions, generator)
+    step_s, overflow = score(problems, plans, log_share)
+    best = np.lexsort((step_s, overflow))[..., :1]
+    levels = [(network.log_prob(f, encoding, plans), *(np.take_along_axis(a, best, 2)[..., 0] for a in (step_s, overflow))),
+              (divisions.log_prob(log_share).flatten(0, 1), *(a.reshape(-1, a.shape[2]) for a in (step_s, overflow)))]
+    if recipe.contrast == "policy-gradient":
+        return sum(policy_gradient_loss(*level) for level in levels)
+    return sum(contrast_loss(*level, recipe.beta, recipe.leader) for level in levels)
+
+
+def score(problems: Batch, plans: Groupings, log_share: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """[A, N, R] exact step times in s and [A, N, R] bytes over memory of drawn plans."""
+    strategies = problems.strategies(plans.actions.numpy(), log_share.softmax(-1).double().numpy())
+    return tuple(a.reshape(log_share.shape[:3]) for a in problems.step_times(*strategies))
+
+
+def contrast_loss(log_p: torch.Tensor, step_s: np.ndarray, overflow: np.ndarray, beta: float,
+                  leader: float) -> torch.Tensor:
+    """The module's loss, mean over instances, from [A, N] log probabilities, steps and bytes over memory. Feasible
+    strategies are better than infeasible ones; equal ones make no pair."""
+    N = log_p.shape[1]
+    order = np.lexsort((step_s, overflow))  # best first
+    sorted_p = log_p.gather(1, torch.from_numpy(order))
+    key = np.take_along_axis(np.stack([overflow, step_s], -1), order[..., None], 1)
+    differ = torch.from_numpy((key[:, :, None] != key[:, None]).any(-1)).triu(1)
+    weight = torch.exp(-torch.arange(N) / leader)[:, None] * differ
+    margin = beta * (sorted_p[:, :, None] - sorted_p[:, None])
+    pairs = -torch.nn.functional.logsigmoid(margin) * weight / beta
+    return (pairs.sum((1, 2)) / weight.sum((1, 2)).clamp(min=1e-6)).mean()
+
+
+def policy_gradient_loss(log_p: torch.Tensor, step_s: np.ndarray, overflow: np.ndarray) -> torch.Tensor:
+    """REINFORCE with the samples' mean as baseline (POMO, Kwon et al. 2020); the cost of a strategy over memory is
+    twice the worst step."""
+    cost = np.where(overflow > 0, 2 * step_s.max(1, keepdims=True), step_s)
+    advantage = (cost - cost.mean(1, keepdims=True)) / (cost.std(1, keepdims=True) + 1e-12)
+    return (torch.from_numpy(advantage).float() * log_p).mean()
+
+
+class Validation:
+    """Held-out virtual instances with annealed reference plans: one set with a device a stage, one with groups."""
+
+    SETS = (dict(K=8, S=8, L=40, M=16), dict(K=12, S=6, L=40, M=16))
+
+    def __init__(self, seed: int, instances: int = 24, moves: int = 40_000):
+        rng = np.random.default_rng([seed, 2**32 - 1])  # no training step has this number
+        self.sets = []
+        for size in self.SETS:
+            for schedule, transfers in (("1f1b", "blocking"), ("gpipe", "overlapped")):
+                problems = virtual.draw(rng, instances, **size, schedule=schedule, transfers=transfers)
+                best = np.array([_annealed(problems.problem(a), rng, moves) for a in range(instances)])
+                self.sets.append((problems, best))
+
+    def gaps(self, network: Network) -> list[float]:
+        """Mean step over the reference, minus 1, of the likeliest strategy and of the best of 32 x 4, for both sets."""
+        out = []
+        for group in (self.sets[:2], self.sets[2:]):
+            greedy, best = [], []
+            for problems, reference in group:
+                f = network.features(problems)
+                generator = torch.Generator().manual_seed(0)
+                with torch.no_grad():
+                    encoding = network.encode(f)
+                    plans = network.draw(f, encoding, 32, generator, greedy=True)
+                    log_share = network.divide(f, encoding, plans).draw(4, generator, greedy=True)
+                step, overflow = (a.reshape(len(reference), -1) for a in score(problems, plans, log_share))
+                usable = np.where(overflow > 0, 2 * step.max(1, keepdims=True), step)
+                known = np.isfinite(reference)
+                greedy.append((usable[:, 0] / reference)[known])
+                best.append((usable.min(1) / reference)[known])
+            out += [float(np.concatenate(greedy).mean() - 1), float(np.concatenate(best).mean() - 1)]
+        return out
+
+
+def _annealed(problem, rng, moves):
+    """Step in s of the best of two annealing runs; infinite where no feasible plan was found."""
+    search, best, best_overflow = Search(problem), np.inf, np.inf
+    for _ in range(2):
+        start = proportional_state(problem, rng.permutation(problem.devices))
+        _, step, overflow = search.run(start, moves, (0.1, 3e-4), random_state(rng))
+        if better(step, overflow, best, best_overflow):
+            best, best_overflow = step, overflow
+    return best if best_overflow == 0 else np.inf
+
+
+@contextlib.contextmanager
+def _processes():
+    """(rank, number of processes): torchrun's, or (0, 1)."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        yield 0, 1
+        return
+    distributed.init_process_group("gloo")
+    try:
+        yield distributed.get_rank(), world
+        distributed.barrier()
+    finally:
+        distributed.destroy_process_group()
+
+
+def _average_gradients(network, world):
+    if world == 1:
+        return
+    gradients = [p.grad for p in network.parameters() if p.grad is not None]
+    flat = torch.cat([g.flatten() for g in gradients])
+    distributed.all_reduce(flat)
+    for g, mean in zip(gradients, (flat / world).split([g.numel() for g in gradients])):
+        g.copy_(mean.view_as(g))
+
+
+def _write_log(path, rows):
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(LOG_FIELDS)
+    writer.writerows([row[0], *(f"{value:.6g}" for value in row[1:])] for row in rows)
+    write_text(path, text.getvalue())
+
+
+def _history(recipe, minutes, world):
+    return {"recipe": asdict(recipe), "command": f"nnpiper train --steps {recipe.steps} --seed {recipe.seed}",
+            "minutes": round(minutes, 1), "processes": world, "threads": torch.get_num_threads(),
+            "processor": _processor(), "python": platform.python_version(), "torch": torch.__version__,
+            "numpy": np.__version__, "data": "virtual instances only (nnpiper/virtual.py)"}
+
+
+def _processor():
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

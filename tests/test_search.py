@@ -1,0 +1,182 @@
+"""Local search: moves keep validity and reach every strategy, results are what the exact simulator says, and annealing
+finds the optimum of problems that are small enough to try everything."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from instances import random_problem
+from plans import all_strategies, random_strategy
+
+from nnpiper import cost, search
+from nnpiper.search import Search
+from nnpiper.simulator import step_time, step_times
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def random_start(rng, problem):
+    return tuple(a[0] for a in cost.encode([random_strategy(rng, problem)], problem.layers, problem.devices))
+
+
+def assert_valid(problem, bounds, order, starts):
+    L, K, S = problem.layers, problem.devices, problem.stages
+    assert bounds[0] == 0 and bounds[S] == L and (np.diff(bounds) >= 1).all()
+    assert starts[0] == 0 and starts[S] <= K and (np.diff(starts) >= 1).all()
+    assert sorted(order.tolist()) == list(range(K))
+
+
+@given(SEEDS)
+def test_every_move_keeps_validity_and_changes_something(seed):
+    rng = np.random.default_rng(seed)
+    problem = random_problem(rng, K=int(rng.integers(1, 9)), L=int(rng.integers(1, 12)))
+    S = problem.stages
+    old, random, plan = random_start(rng, problem), search.random_state(rng), np.zeros(S, np.int64)
+    for _ in range(300):
+        new = tuple(a.copy() for a in old)
+        moved = search._move(*old, *new, int(rng.integers(S)), random, plan)
+        assert_valid(problem, *new)
+        assert moved == any((a != b).any() for a, b in zip(old, new))
+        old = new
+
+
+@pytest.mark.parametrize("K, L, S", [(3, 4, 2), (4, 3, 2), (4, 3, 3), (3, 3, 1), (2, 5, 2)])
+def test_moves_reach_every_strategy(K, L, S):
+    """A long walk meets all there are: groups of every size, devices left unused, all cuts."""
+    rng = np.random.default_rng(0)
+    problem = random_problem(rng, K=K, L=L, S=S)
+    state, random, plan = random_start(rng, problem), search.random_state(rng), np.zeros(S, np.int64)
+    met = set()
+    for _ in range(30_000):
+        new = tuple(a.copy() for a in state)
+        search._move(*state, *new, int(rng.integers(S)), random, plan)
+        state = new
+        met.add(cost.decode(*state))
+    assert met == set(all_strategies(problem))
+
+
+@given(SEEDS, st.sampled_from([0.0, 0.01, 1.0]), st.sampled_from([None, 0.5, 1.0]))
+def test_run_reports_exactly_the_state_it_returns(seed, hot, memory):
+    rng = np.random.default_rng(seed)
+    problem = random_problem(rng, K=int(rng.integers(1, 9)), L=int(rng.integers(1, 12)), memory=memory)
+    start = random_start(rng, problem)
+    before = tuple(a.copy() for a in start)
+    best, step_s, overflow = Search(problem).run(start, 300, (hot, hot / 10), search.random_state(rng))
+    strategy = cost.decode(*best)
+    assert_valid(problem, *best)
+    assert_valid(problem, *start)  # where the run ended
+    assert step_s == pytest.approx(step_time(problem, strategy), rel=1e-12)
+    assert overflow == pytest.approx(cost.overflow_bytes(problem, strategy), rel=1e-9)
+    first = cost.decode(*before)
+    assert (overflow, step_s) <= (cost.overflow_bytes(problem, first), step_time(problem, first))
+    again, again_s, _ = Search(problem).run(before, 0, (hot, hot / 10), search.random_state(rng))
+    assert cost.decode(*again) == first and again_s == step_time(problem, first)
+
+
+def test_descent_never_climbs():
+    """At temperature 0 the last state is the best one, or as good."""
+    rng = np.random.default_rng(1)
+    for _ in range(20):
+        problem = random_problem(rng, K=6, L=10)
+        state = random_start(rng, problem)
+        _, step_s, _ = Search(problem).run(state, 500, (0.0, 0.0), search.random_state(rng))
+        assert step_time(problem, cost.decode(*state)) == pytest.approx(step_s, rel=1e-12)
+
+
+def test_reproducible_from_the_seed_and_only_from_it():
+    problem = random_problem(np.random.default_rng(2), K=8, L=20, S=4, M=8)
+
+    def run(seed, one=None):
+        one = one or Search(problem)
+        state = search.proportional_state(problem, np.arange(8))
+        best, step_s, _ = one.run(state, 400, (0.1, 0.001), search.random_state(np.random.default_rng(seed)))
+        return cost.decode(*best), cost.decode(*state), step_s
+
+    assert run(3) == run(3)
+    assert len({run(seed) for seed in range(5)}) > 1
+    used = Search(problem)
+    assert [run(seed, used) for seed in (4, 5, 4)] == [run(seed) for seed in (4, 5, 4)]
+
+
+@pytest.mark.parametrize("memory", [None, 1.2, 0.4])
+def test_annealing_reaches_the_brute_force_optimum(memory):
+    """Feasible before infeasible; where nothing fits, the least bytes over memory."""
+    rng = np.random.default_rng(4)
+    feasible = []
+    for case in range(12):
+        K, L = [(3, 6), (4, 4), (4, 5), (2, 6)][case % 4]
+        problem = random_problem(rng, K=K, L=L, S=int(rng.integers(2, min(K, L) + 1)), memory=memory)
+        strategies = all_strategies(problem)
+        steps, over = step_times(problem, *cost.encode(strategies, L, K))
+        best = min(zip(over, steps))
+        found = []
+        for _ in range(4):
+            state = search.proportional_state(problem, rng.permutation(K))
+            found.append(Search(problem).run(state, 15_000, (0.3, 1e-3), search.random_state(rng))[2:0:-1])
+        assert min(found)[0] == pytest.approx(best[0], rel=1e-9)
+        feasible.append(best[0] == 0)
+        if feasible[-1]:
+            assert min(found)[1] == pytest.approx(best[1], rel=1e-9)
+    assert all(feasible) if memory is None else not all(feasible)  # some cases of both kinds, over the parameters
+
+
+def test_better_puts_feasible_first():
+    assert search.better(9.0, 0.0, 1.0, 5.0) and not search.better(1.0, 5.0, 9.0, 0.0)
+    assert search.better(9.0, 4.0, 1.0, 5.0) and search.better(1.0, 0.0, 2.0, 0.0)
+    assert not search.better(1.0, 0.0, 1.0, 0.0)
+
+
+@given(SEEDS)
+def test_cuts_by_share_gives_each_stage_a_layer(seed):
+    rng = np.random.default_rng(seed)
+    L = int(rng.integers(1, 30))
+    S, N = int(rng.integers(1, L + 1)), 8
+    work = rng.uniform(0, 1, (N, L)) ** rng.choice([0, 1, 20]) * (rng.random((N, L)) < 0.8) + 1e-12
+    share = rng.uniform(1e-9, 1, (N, S)) ** rng.choice([1, 8])
+    bounds = search.cuts_by_share(work / work.sum(1, keepdims=True), share)
+    assert (bounds[:, 0] == 0).all() and (bounds[:, -1] == L).all() and (np.diff(bounds) >= 1).all()
+
+
+@given(SEEDS)
+def test_cuts_by_share_finds_the_nearest_layer_boundaries(seed):
+    """Where no stage is squeezed, each boundary is the layer boundary nearest to the wanted one."""
+    rng = np.random.default_rng(seed)
+    S, L = int(rng.integers(1, 6)), 60
+    work = rng.uniform(0.5, 1.5, L)
+    work /= work.sum()
+    share = rng.uniform(0.5, 1.5, S)
+    bounds = search.cuts_by_share(work[None], share[None])[0]
+    edges = np.concatenate([[0.0], np.cumsum(work)])
+    for s, wanted in enumerate(np.cumsum(share)[:-1] / share.sum()):
+        assert abs(edges[bounds[s + 1]] - wanted) == pytest.approx(np.abs(edges - wanted).min(), abs=1e-12)
+
+
+def test_cuts_by_share_by_hand():
+    work = np.array([[0.1, 0.4, 0.4, 0.1]])
+    for share, cut in ((0.5, 2), (0.11, 1), (0.29, 1), (0.31, 2), (0.999, 3), (1e-9, 1)):
+        assert search.cuts_by_share(work, np.array([[share, 1 - share]]))[0].tolist() == [0, cut, 4]
+
+
+@given(SEEDS)
+def test_proportional_state(seed):
+    rng = np.random.default_rng(seed)
+    problem = random_problem(rng, K=int(rng.integers(1, 14)), L=int(rng.integers(1, 20)))
+    devices = rng.permutation(problem.devices)
+    bounds, order, starts = search.proportional_state(problem, devices)
+    assert_valid(problem, bounds, order, starts)
+    assert order.tolist() == devices.tolist() and starts[-1] == problem.devices
+    assert np.ptp(np.diff(starts)) <= 1
+
+
+def test_layer_work_is_a_share_even_without_work():
+    assert search.layer_work(np.zeros((5, 3))).tolist() == [0.2] * 5
+    # device 1 is ten times slower: relative costs count, not seconds
+    assert search.layer_work(np.array([[1.0, 30.0], [3.0, 10.0]])) == pytest.approx([0.5, 0.5])
+
+
+def test_uniform_is_uniform():
+    """Kolmogorov's distance of 20,000 draws, below its 0.1 % point; never 0, whose logarithm is not finite."""
+    state = search.random_state(np.random.default_rng(6))
+    draws = np.sort([search.uniform(state) for _ in range(20_000)])
+    assert draws[0] > 0 and draws[-1] <= 1
+    assert np.abs(draws - (np.arange(20_000) + 0.5) / 20_000).max() < 1.95 / np.sqrt(20_000)

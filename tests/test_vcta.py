@@ -1,0 +1,355 @@
+"""VCTA: the loss against a double loop, what its gradient does, training that learns, resumes and runs in two processes."""
+
+import csv
+import functools
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from networks import TINY, drawn, lively, strategies
+from torch import distributed
+
+from nnpiper import checkpoint, cost, vcta, virtual
+from nnpiper.network import Divisions, Network
+from nnpiper.problem import InputError
+from nnpiper.simulator import step_time
+from nnpiper.vcta import Recipe
+
+RECIPE = Recipe(steps=4, seed=1, instances=4, groupings=4, divisions=3, size=TINY)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def cheap_validation(monkeypatch):
+    monkeypatch.setattr(vcta, "Validation", functools.partial(vcta.Validation, instances=3, moves=500))
+
+
+def weights(path) -> dict:
+    return torch.load(path, weights_only=True)
+
+
+def log_rows(folder) -> list[dict]:
+    """The log without the minutes."""
+    rows = csv.DictReader((folder / "log.csv").read_text().splitlines())
+    return [{name: value for name, value in row.items() if name != "minutes"} for row in rows]
+
+
+def equal(one: dict, other: dict) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def plain_contrast(log_p, step_s, overflow, beta, leader):
+    """The formula of the module, pair by pair; equal strategies make no pair; mean over instances."""
+    losses = []
+    for p, t, o in zip(log_p.tolist(), step_s.tolist(), overflow.tolist()):
+        ranking = sorted(range(len(p)), key=lambda n: (o[n], t[n]))
+        total = norm = 0.0
+        for rank, i in enumerate(ranking):
+            for j in ranking[rank + 1:]:
+                if (o[i], t[i]) < (o[j], t[j]):
+                    w = math.exp(-rank / leader)
+                    total -= w * math.log(1 / (1 + math.exp(-beta * (p[i] - p[j])))) / beta
+                    norm += w
+        losses.append(total / norm if norm else 0.0)
+    return sum(losses) / len(losses)
+
+
+def outcomes(rng, A, N):
+    """Log probabilities, steps and bytes over memory, with ties and infeasible ones among them."""
+    step_s = rng.choice([rng.uniform(1, 2, (A, N)), rng.integers(1, 4, (A, N)).astype(float)])
+    overflow = np.where(rng.random((A, N)) < 0.4, rng.integers(1, 3, (A, N)) * 1e9, 0.0)
+    return torch.from_numpy(rng.normal(-20, 8, (A, N))), step_s, overflow
+
+
+@pytest.mark.parametrize("beta, leader", [(0.03, 4.0), (0.1, 1.0), (1.0, 100.0)])
+def test_contrast_loss_is_the_formula(beta, leader):
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        log_p, step_s, overflow = outcomes(rng, int(rng.integers(1, 5)), int(rng.integers(1, 9)))
+        loss = vcta.contrast_loss(log_p, step_s, overflow, beta, leader)
+        assert loss.item() == pytest.approx(plain_contrast(log_p, step_s, overflow, beta, leader), rel=1e-6)
+
+
+def test_contrast_raises_the_better_and_lowers_the_worse():
+    rng = np.random.default_rng(1)
+    for _ in range(20):
+        log_p, step_s, overflow = outcomes(rng, 3, 6)
+        log_p.requires_grad_()
+        vcta.contrast_loss(log_p, step_s, overflow, 0.1, 4.0).backward()
+        for gradient, t, o in zip(log_p.grad, step_s, overflow):
+            key = list(zip(o, t))
+            assert gradient.sum().abs() < 1e-6  # what one gains another loses
+            if min(key) < max(key):  # gradient descent raises what has a negative gradient
+                assert all(gradient[n] < 0 for n in range(6) if key[n] == min(key))
+                assert all(gradient[n] > 0 for n in range(6) if key[n] == max(key))
+            else:
+                assert not gradient.any()
+
+
+def test_equal_strategies_teach_nothing():
+    log_p = torch.tensor([[-1.0, -5.0, -9.0]], requires_grad=True)
+    loss = vcta.contrast_loss(log_p, np.full((1, 3), 2.0), np.zeros((1, 3)), 0.1, 4.0)
+    loss.backward()
+    assert loss.item() == 0 and not log_p.grad.any()
+
+
+def test_policy_gradient_is_reinforce_with_the_mean_as_baseline():
+    rng = np.random.default_rng(2)
+    log_p, step_s, overflow = outcomes(rng, 4, 6)
+    log_p.requires_grad_()
+    vcta.policy_gradient_loss(log_p, step_s, overflow).backward()
+    for gradient, t, o in zip(log_p.grad, step_s, overflow):
+        costs = [2 * max(t) if over > 0 else time for time, over in zip(t, o)]
+        mean = sum(costs) / 6
+        deviation = math.sqrt(sum((c - mean) ** 2 for c in costs) / 6)
+        assert gradient.tolist() == pytest.approx([(c - mean) / deviation / 24 for c in costs], rel=1e-5, abs=1e-9)
+
+
+def test_score_is_the_exact_step_of_what_was_drawn():
+    problems = virtual.draw(np.random.default_rng(3), 3, 7, 3, 20, 6, "1f1b", "blocking")
+    d = drawn(lively(), problems, 5, 3)
+    step_s, overflow = vcta.score(problems, d.groupings, d.log_share)
+    assert step_s.shape == overflow.shape == (3, 5, 3)
+    for a, row in enumerate(strategies(problems, d)):
+        for n, divisions in enumerate(row):
+            for r, strategy in enumerate(divisions):
+                assert step_s[a, n, r] == pytest.approx(step_time(problems.problem(a), strategy), rel=1e-12)
+                assert overflow[a, n, r] == pytest.approx(cost.overflow_bytes(problems.problem(a), strategy), rel=1e-9)
+
+
+@pytest.mark.parametrize("contrast", ["pairwise", "policy-gradient"])
+def test_a_step_contrasts_groupings_by_their_best_division_and_divisions_within_a_grouping(monkeypatch, contrast):
+    """The same outcomes and log probabilities, put together plainly."""
+    recipe, network, kept = replace(RECIPE, contrast=contrast), lively(), {}
+
+    def keep(owner, name):
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a: kept.setdefault(owner, function(*a)))
+
+    keep(vcta, "score")
+    keep(network, "log_prob")
+    keep(Divisions, "log_prob")
+    loss = vcta.contrast_step(network, recipe, 0)
+    (step_s, overflow), grouping_p, division_p = kept[vcta], kept[network], kept[Divisions]
+    best = [[min(zip(o, t)) for o, t in zip(*rows)] for rows in zip(overflow.tolist(), step_s.tolist())]
+    levels = [(grouping_p, np.array(best)[..., 1], np.array(best)[..., 0]),
+              (division_p.reshape(16, 3), step_s.reshape(16, 3), overflow.reshape(16, 3))]
+    if contrast == "pairwise":
+        expected = sum(plain_contrast(*level, recipe.beta, recipe.leader) for level in levels)
+    else:
+        expected = sum(vcta.policy_gradient_loss(*level).item() for level in levels)
+    assert loss.item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_virtual_instances_are_problems_within_their_ranges():
+    rng, ranges, seen = np.random.default_rng(4), virtual.Ranges(), []
+    for _ in range(150):
+        size = virtual.sizes(rng)
+        K, S, L, M = (size[letter] for letter in "KSLM")
+        assert ranges.devices[0] <= K <= ranges.devices[1] and 2 <= S <= K and S <= L <= ranges.layers_most
+        assert ranges.micro_batches[0] <= M <= ranges.micro_batches[1]
+        problems = virtual.draw(rng, 2, **size)
+        for a in range(2):
+            problem = problems.problem(a)  # checks every field
+            assert (problem.devices, problem.stages, problem.layers, problem.micro_batches) == (K, S, L, M)
+            link_s = problem.latency_s + problem.output_bytes.mean() / problem.bandwidth_bytes_per_s
+            balanced_s = 1 / (1 / (problem.forward_s + problem.backward_s).sum(0)).sum()
+            assert 1e-6 < np.median(link_s[~np.eye(K, dtype=bool)]) / balanced_s < 100
+        seen.append((K == S, size["schedule"], size["transfers"]))
+    assert len(set(seen)) == 8  # every combination
+
+
+def test_virtual_instances_follow_from_the_generator():
+    one, again, other = (virtual.draw(np.random.default_rng(seed), 2, 5, 3, 9, 4, "gpipe", "overlapped")
+                         for seed in (5, 5, 6))
+    assert one.problem(1).to_json() == again.problem(1).to_json() != other.problem(1).to_json()
+    assert one.problem(0).to_json() != one.problem(1).to_json()
+
+
+def test_training_steps_draw_fresh_instances_and_the_validation_others(monkeypatch):
+    states, draw = [], virtual.draw
+
+    def noted(rng, *arguments, **more):
+        states.append(rng.bit_generator.state["state"]["state"])
+        return draw(rng, *arguments, **more)
+
+    monkeypatch.setattr(virtual, "draw", noted)
+    network = Network(TINY)
+    for step in range(3):
+        for rank in range(2):
+            vcta.contrast_step(network, RECIPE, step, rank, 2)
+    vcta.Validation(RECIPE.seed, instances=1, moves=10)
+    assert len(states) == len(set(states)) == 6 + 4
+    vcta.contrast_step(network, RECIPE, 0, 0, 2)
+    assert states[-1] == states[0]
+
+
+@pytest.mark.parametrize("contrast", ["pairwise", "policy-gradient"])
+def test_training_improves_the_samples(monkeypatch, contrast):
+    """One size, 120 steps: on instances never trained on, the mean and the best of 16 x 2 samples get better."""
+    size = dict(K=6, S=6, L=30, M=8, schedule="1f1b", transfers="blocking")
+    monkeypatch.setattr(virtual, "sizes", lambda rng: size)
+    recipe = Recipe(instances=16, groupings=8, divisions=4, size=TINY, contrast=contrast)
+    torch.manual_seed(0)
+    network = Network(TINY)
+    held_out = virtual.draw(np.random.default_rng(6), 40, **size)
+
+    def steps_s():
+        d = drawn(network, held_out, 16, 2)
+        return vcta.score(held_out, d.groupings, d.log_share)[0].reshape(40, 32)
+
+    before = steps_s()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=5e-3)
+    for step in range(120):
+        optimizer.zero_grad()
+        vcta.contrast_step(network, recipe, step).backward()
+        optimizer.step()
+    after = steps_s()
+    assert (after.mean(1) / before.mean(1)).mean() < 0.97
+    assert (after.min(1) / before.min(1)).mean() < 0.99
+
+
+def test_a_resumed_run_equals_the_unbroken_one(tmp_path, monkeypatch, cheap_validation):
+    """Killed in its third step, after its last state was written in the second; weights equal to the last bit."""
+    minutes = iter(range(0, 10**9, 60))
+    monkeypatch.setattr(vcta.time, "perf_counter", lambda: float(next(minutes)))  # a state is written after every step
+    whole = weights(vcta.train(tmp_path / "whole", RECIPE, progress=False))
+    contrast_step = vcta.contrast_step
+
+    def killed(network, recipe, step, *more):
+        if step == 2:
+            raise KeyboardInterrupt
+        return contrast_step(network, recipe, step, *more)
+
+    broken = tmp_path / "broken"
+    monkeypatch.setattr(vcta, "contrast_step", killed)
+    with pytest.raises(KeyboardInterrupt):
+        vcta.train(broken, RECIPE, progress=False)
+    assert sorted(os.listdir(broken)) == ["log.csv", "resume.pt"]
+    taken = []
+    monkeypatch.setattr(vcta, "contrast_step", lambda *a: (taken.append(a[2]), contrast_step(*a))[1])
+    assert equal(weights(vcta.train(broken, RECIPE, progress=False)), whole)
+    assert taken == [2, 3]
+    assert log_rows(broken) == log_rows(tmp_path / "whole")
+    assert [row["step"] for row in log_rows(broken)] == ["1", "2", "3", "4"]
+    assert equal(weights(vcta.train(broken, RECIPE, progress=False)), whole) and taken == [2, 3]  # nothing left to do
+    assert not equal(whole, weights(vcta.train(tmp_path / "other", replace(RECIPE, seed=2), progress=False)))
+
+
+def test_losses_between_two_log_rows_survive_a_kill(tmp_path, monkeypatch, cheap_validation):
+    """A row's loss is the mean over all its steps, also over those before the run was broken off."""
+    recipe, contrast_step = replace(RECIPE, steps=80), vcta.contrast_step  # a row every second step
+    minutes = iter(range(0, 10**9, 60))
+    monkeypatch.setattr(vcta.time, "perf_counter", lambda: float(next(minutes)))
+
+    def killed(network, recipe, step, *more):
+        if step == stop:
+            raise KeyboardInterrupt
+        return contrast_step(network, recipe, step, *more)
+
+    monkeypatch.setattr(vcta, "contrast_step", killed)
+    losses = {}
+    for folder, stops in (("whole", [4]), ("broken", [3, 4])):
+        for stop in stops:
+            with pytest.raises(KeyboardInterrupt):
+                vcta.train(tmp_path / folder, recipe, progress=False)
+        losses[folder] = [row["loss"] for row in log_rows(tmp_path / folder)]
+    assert len(losses["whole"]) == 2 and losses["whole"] == losses["broken"]
+
+
+def test_another_recipe_is_refused(tmp_path, cheap_validation):
+    vcta.train(tmp_path, RECIPE, progress=False)
+    for change in (dict(seed=2), dict(steps=5), dict(beta=0.5), dict(blind="links")):
+        with pytest.raises(InputError, match="resume.pt: recipe .*; allowed: ") as caught:
+            vcta.train(tmp_path, replace(RECIPE, **change), progress=False)
+        assert len(str(caught.value).splitlines()) == 1
+
+
+def test_unknown_choices_are_refused():
+    with pytest.raises(InputError, match="contrast: 'ranks'; allowed"):
+        Recipe(contrast="ranks")
+    with pytest.raises(InputError, match="blind: 'link'; allowed"):
+        Network(TINY, "link")
+
+
+@pytest.mark.parametrize("steps", [1, 2, 20, 21])
+def test_every_number_of_steps_can_be_trained(tmp_path, monkeypatch, cheap_validation, steps):
+    """OneCycleLR divides by zero where its warm-up is exactly one step."""
+    network = Network(TINY)
+    monkeypatch.setattr(vcta, "contrast_step", lambda network, *more: 0 * network.nothing_yet.sum())
+    monkeypatch.setattr(vcta.Validation.func, "gaps", lambda self, network: [0.0] * 4)
+    vcta.train(tmp_path, replace(RECIPE, steps=steps), progress=False)
+    card = json.loads((tmp_path / "nnpiper.json").read_text())
+    assert card["recipe"]["steps"] == steps and network.size == TINY
+
+
+def test_what_training_writes(tmp_path, cheap_validation):
+    path = vcta.train(tmp_path, RECIPE, progress=False)
+    assert sorted(os.listdir(tmp_path)) == ["log.csv", "nnpiper.json", "nnpiper.pt", "resume.pt"]
+    card = json.loads(checkpoint.card_path(path).read_text())
+    assert card["recipe"]["seed"] == 1 and card["processes"] == 1 and card["size"] == {
+        "width": 16, "heads": 2, "depth": 1, "stage_width": 8, "stage_heads": 2, "stage_depth": 1}
+    assert {"command", "minutes", "torch", "numpy", "python", "processor", "threads", "sha256"} <= set(card)
+    with (tmp_path / "log.csv").open() as file:
+        rows = list(csv.reader(file))
+    assert rows[0] == vcta.LOG_FIELDS and all(math.isfinite(float(value)) for row in rows[1:] for value in row)
+    assert equal(checkpoint.load(path).state_dict(), weights(path))
+
+
+def test_validation_measures_the_gap_to_its_reference():
+    """With the reference set to the network's own steps the gaps are what they must be."""
+    validation, network = vcta.Validation(7, instances=3, moves=200), lively()
+    assert vcta.Validation(7, instances=3, moves=200).gaps(network) == validation.gaps(network)
+    greedy, best = [], []
+    for number, (problems, reference) in enumerate(validation.sets):
+        assert (np.isinf(reference) | (reference > 0)).all()
+        d = drawn(network, problems, 32, 4, greedy=True)
+        step_s, overflow = (a.reshape(3, 128) for a in vcta.score(problems, d.groupings, d.log_share))
+        usable = np.where(overflow > 0, 2 * step_s.max(1, keepdims=True), step_s)
+        validation.sets[number] = problems, usable.min(1) / 1.25
+        greedy.append(1.25 * usable[:, 0] / usable.min(1))
+    expected = [np.mean(greedy[:2]) - 1, 0.25, np.mean(greedy[2:]) - 1, 0.25]
+    assert validation.gaps(network) == pytest.approx(expected)
+
+
+def test_two_processes_train_one_network(tmp_path):
+    """torchrun over gloo: both end with the same weights, and these are what averaged gradients give."""
+    tests = Path(__file__).parent
+    steps = 3
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
+         "--rdzv-endpoint", "127.0.0.1:0", str(tests / "train_worker.py"), str(tmp_path), str(steps)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, other = weights(tmp_path / "rank0.pt"), weights(tmp_path / "rank1.pt")
+    assert equal(one, other) and equal(one, weights(tmp_path / "nnpiper.pt"))
+    assert json.loads((tmp_path / "nnpiper.json").read_text())["processes"] == 2
+
+    recipe = replace(RECIPE, steps=steps)
+    torch.manual_seed(recipe.seed)
+    network = Network(TINY)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=recipe.learning_rate, weight_decay=0.01)
+    rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.learning_rate, total_steps=steps, pct_start=0.3)
+    for step in range(steps):
+        optimizer.zero_grad()
+        (sum(vcta.contrast_step(network, recipe, step, rank, 2) for rank in range(2)) / 2).backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+        rate.step()
+    for name, weight in network.state_dict().items():
+        torch.testing.assert_close(one[name], weight, atol=1e-5, rtol=1e-3)
+    assert not distributed.is_initialized()

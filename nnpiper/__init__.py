@@ -9,9 +9,10 @@ __version__ = "0.1.0"
 
 def _compile_cache() -> str:
     """Numba notices a change in a function's own file only, not in one that it calls: the cache of compiled code has
-    a folder for each state of the package's sources."""
+    a folder for each state of the modules that are compiled."""
     folder = Path(__file__).parent
-    state = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py")))).hexdigest()
+    sources = [path.read_bytes() for path in sorted(folder.rglob("*.py"))]
+    state = hashlib.sha256(b"".join(source for source in sources if b"njit" in source)).hexdigest()
     return str(folder / "__pycache__" / f"numba-{state[:12]}")
 
 

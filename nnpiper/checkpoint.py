@@ -3,7 +3,6 @@
 import hashlib
 import io
 import json
-import os
 import pickle
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 
 from .network import Network, Size
 from .paths import CHECKPOINT
-from .problem import InputError, write_text
+from .problem import InputError, write_bytes, write_text
 
 
 def card_path(path: Path) -> Path:
@@ -50,15 +49,3 @@ def load(path: Path | None = None) -> Network:
     except (pickle.UnpicklingError, RuntimeError) as error:
         raise InputError(f"{path}: {str(error).splitlines()[0]}; allowed: the tensors of a {size}") from None
     return network.eval().requires_grad_(False)
-
-
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write a whole file or nothing."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(data)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -29,9 +29,9 @@ from typing import Annotated
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from .cost import fill_memory
 from .paths import DATA
 from .problem import InputError, Problem, read_json
-from .schedule import in_flight
 from .workload import MODELS, Workload, chain, check_count, find
 
 RESERVE = 0.10  # of the memory: framework context, fragmentation
@@ -224,22 +224,9 @@ def sample_problem(rng: np.random.Generator, model: str, environment: str, K: in
 
 
 def has_room(problem: Problem, room: float = ROOM) -> bool:
-    """True if one plan, one device a stage, keeps within `room` of every device's memory.
-
-    It takes the devices by falling memory, since the first stages keep the most micro-batches, and fills each stage in
-    turn. True proves that a strategy is feasible; False does not prove the contrary.
-    """
-    S, L = problem.stages, problem.layers
-    memory = np.sort(problem.memory_bytes)[::-1][:S] * room
-    waiting = in_flight(problem.schedule, S, problem.micro_batches)
-    lo = 0
-    for s in range(S):
-        need = np.cumsum(problem.static_bytes[lo:] + waiting[s] * problem.stash_bytes[lo:])
-        most = int(np.searchsorted(need, memory[s], side="right"))
-        if most == 0:
-            return False
-        lo += min(most, L - lo - (S - s - 1))  # each later stage needs a layer
-    return lo == L
+    """True if `cost.fill_memory` finds a plan within `room` of every device's memory: then a strategy is feasible;
+    False does not prove the contrary."""
+    return fill_memory(problem, room) is not None
 
 
 def _draw(rng, names):

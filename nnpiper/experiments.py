@@ -26,7 +26,7 @@ from .baselines import PLANNERS, PlannerLimit
 from .cluster import ENVIRONMENTS, sample_problem
 from .problem import SHAPES, TRANSFERS, Problem, Strategy
 from .provenance import usable_cores
-from .solver import NNPiper
+from .solver import MOVES, NNPiper
 from .workload import MODELS
 
 SEED = 2025
@@ -90,13 +90,14 @@ def cases(models: Iterable[str], environments: Iterable[str], sizes: Iterable[tu
             for K, S in sizes for number in range(count)]
 
 
-def each(function: Callable, items: list, workers: int | None = None) -> Iterator:
-    """function(item) in the order of the items, in processes of their own where there are many items.
+def each(function: Callable, items: list, least: int = CASES_A_WORKER, workers: int | None = None) -> Iterator:
+    """function(item) in the order of the items, in as many processes as there are cores (at most MAX_WORKERS, and each
+    with `least` items or more) or as `workers` says.
 
     Every process has one thread, this one too: so the results do not depend on the number of processes. `function`
     must be importable (a notebook's own functions are not).
     """
-    workers = min(MAX_WORKERS, usable_cores(), len(items) // CASES_A_WORKER) if workers is None else workers
+    workers = min(MAX_WORKERS, usable_cores(), len(items) // least) if workers is None else workers
     if workers <= 1:
         _one_thread()
         yield from map(function, items)
@@ -144,16 +145,30 @@ def gaps(case: Case, checkpoint: Path, runs: int, moves: int, planners: tuple[st
     return [case.fields | {"planner": name} | judge(problem, plan) for name, plan in plans.items()]
 
 
-def parts(case: Case, checkpoint: Path, moves: int) -> list[dict]:
-    """Rows of one case for the solver's parts: the network's likeliest plan, the best of 16 and of 64 samples, the
-    polished plan, and what as many moves reach from a plain start without the network."""
+def within_budgets(case: Case, checkpoint: Path, budgets_ms: tuple[float, ...]) -> list[dict]:
+    """Rows of one case: NNPiper and annealing with the same time on the clock, and long annealing (budget_ms 0). The
+    plans depend on the machine's speed."""
+    problem = case.problem()
+    rows = [case.fields | {"planner": "annealing", "budget_ms": 0.0}
+            | judge(problem, baselines.anneal.solve(problem, seed=case.number))]
+    for budget_ms in budgets_ms:
+        plans = {"nnpiper": piper(checkpoint).solve(problem, budget_s=budget_ms / 1e3),
+                 "annealing": baselines.anneal.solve(problem, seed=case.number, budget_s=budget_ms / 1e3)}
+        rows += [case.fields | {"planner": name, "budget_ms": budget_ms} | judge(problem, plan)
+                 for name, plan in plans.items()]
+    return rows
+
+
+def parts(case: Case, checkpoint: Path) -> list[dict]:
+    """Rows of one case for the solver's parts: the network's likeliest grouping, the best of 16 and of 64 groupings,
+    the polished plan, and what as many moves reach from a plain start without the network."""
     problem = case.problem()
     network = piper(checkpoint)
-    plans = {"likeliest plan": network.solve(problem, polish=False, samples=1),
+    plans = {"likeliest grouping": network.solve(problem, polish=False, samples=1),
              "best of 16": network.solve(problem, polish=False, samples=16),
              "best of 64": network.solve(problem, polish=False, samples=64),
-             "polished": network.solve(problem, moves=moves),
-             "annealing, as many moves": baselines.anneal.solve(problem, seed=case.number, runs=1, moves=moves),
+             "polished": network.solve(problem),
+             "annealing, as many moves": baselines.anneal.solve(problem, seed=case.number, runs=1, moves=MOVES),
              "annealing": baselines.anneal.solve(problem, seed=case.number)}
     return [case.fields | {"planner": name} | judge(problem, plan) for name, plan in plans.items()]
 
@@ -184,6 +199,12 @@ def solve_sorted(problem: Problem) -> Strategy:
     return Strategy(strategy.cuts, tuple(tuple(int(order[k]) for k in group) for group in strategy.groups))
 
 
+def relative_speeds(problem: Problem) -> np.ndarray:
+    """[K] speed of each device over the fastest one's."""
+    total = (problem.forward_s + problem.backward_s).sum(axis=0)
+    return total.min() / total
+
+
 def permuted(problem: Problem, order: np.ndarray) -> Problem:
     """The same problem with device order[k] in place k."""
     arrays = {}
@@ -205,14 +226,16 @@ def random_stages(rng: np.random.Generator, S: int, ratio: float) -> cost.StageA
 
 
 def closed_forms(stages: cost.StageArrays, M: int) -> dict[str, float]:
-    """Step in s by the closed forms of the literature, C = F + B and c both ways over one boundary: transfers outside
-    the maximum (Alpa, AMP, Metis), each stage's next boundary inside it (Sailor), both its boundaries inside it."""
+    """Step in s by the closed forms of the literature, sum C + sum c + (M - 1) max, with C = F + B, c both ways over
+    one boundary, and in the maximum: C alone (Alpa, AMP, Metis); C + c of the boundary after the stage (Sailor); C and
+    what the stage sends, its activation ahead and its gradient back."""
     work = stages.forward_s + stages.backward_s
     transfers = stages.send_forward_s + stages.send_backward_s
-    after, before = np.append(transfers, 0.0), np.append(0.0, transfers)
+    sends = np.append(stages.send_forward_s, 0.0) + np.append(0.0, stages.send_backward_s)
     once = work.sum() + transfers.sum()
-    return {"outside": simulator.closed_form(stages, M), "one boundary inside": float(once + (M - 1) * (work + after).max()),
-            "both boundaries inside": float(once + (M - 1) * (work + after + before).max())}
+    return {"compute alone": simulator.closed_form(stages, M),
+            "compute + next boundary": float(once + (M - 1) * (work + np.append(transfers, 0.0)).max()),
+            "compute + own sends": float(once + (M - 1) * (work + sends).max())}
 
 
 def closed_form_errors(ratio: float, S: int, M: int, plans: int) -> list[dict]:

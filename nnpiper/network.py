@@ -211,8 +211,8 @@ class Network(nn.Module):
                 kept[:, :, t] = torch.from_numpy(part)
             sampling.fill_context(state, S, speed, whole, last, group, free, weight, bias, context.numpy())
             q, extra = self.query(context).split([width, 2 * CHANNELS + 1], -1)
-            sampling.pick(state, S, rank, (q @ keys).numpy(), extra.contiguous().numpy(), links, POINTER_CLIP, greedy, random,
-                          actions[t])
+            sampling.pick(state, S, rank, (q @ keys).numpy(), extra.contiguous().numpy(), links, POINTER_CLIP, greedy,
+                          random, actions[t])
         actions = torch.from_numpy(np.ascontiguousarray(actions.transpose(1, 2, 0)))
         return Groupings(actions, State(*(part.flatten(1, 2) for part in states)), _membership(actions, K, S))
 

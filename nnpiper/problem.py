@@ -160,8 +160,9 @@ class Strategy:
                           for s, group in enumerate(self.groups))
 
     @classmethod
-    def parse(cls, text: str) -> "Strategy":
-        """The strategy that a line of `text` says. Raises InputError where it is malformed or skips a layer."""
+    def parse(cls, text: str, layers: int | None = None) -> "Strategy":
+        """The strategy that a line of `text` says. Raises InputError where it is malformed, skips a layer, or does not
+        end with the last of `layers`, if given."""
         cuts, groups, expected = [], [], 0
         for part in text.split("|"):
             match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?@(\d{1,9}(?:,\d{1,9})*)", re.sub(r"\s", "", part), re.ASCII)
@@ -174,6 +175,8 @@ class Strategy:
             cuts.append(first)
             groups.append(tuple(int(k) for k in match[3].split(",")))
             expected = last + 1
+        if layers is not None and expected != layers:
+            raise InputError(f"strategy: last layer {expected - 1}; allowed: {layers - 1}")
         return cls(tuple(cuts[1:]), tuple(groups))
 
     @classmethod
@@ -250,12 +253,17 @@ def read_json(path, model: type[BaseModel]) -> BaseModel:
 
 
 def write_text(path, text: str) -> None:
+    """Write a whole UTF-8 file or nothing."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path, data: bytes) -> None:
     """Write a whole file or nothing: to a temporary name first, then renamed."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(data)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

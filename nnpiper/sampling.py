@@ -25,7 +25,8 @@ class Partial(NamedTuple):
 
 def initial(A: int, N: int, K: int) -> Partial:
     """Nothing picked yet."""
-    return Partial(np.zeros((A, N, K), np.bool_), np.zeros((A, N, K), np.bool_), np.full((A, N), K), np.zeros((A, N), np.int64))
+    none = np.zeros((A, N, K), np.bool_)
+    return Partial(none, none.copy(), np.full((A, N), K), np.zeros((A, N), np.int64))
 
 
 @njit(cache=True, fastmath=True)
@@ -75,9 +76,9 @@ def state_features(to_open, left, size, free_speed, group_speed, S, K):
 
 
 @njit(cache=True)
-def pick(state, S, rank, scores, extra, links, clip, greedy_first, random, actions):
-    """Draw one action for each partial strategy (Gumbel-max) into actions [A, N] and apply it; with greedy_first, number
-    0 takes the likeliest. scores [A, N, 2 K] query times keys, extra [A, N, 2 C + 1] link weights and the stop logit,
+def pick(state, S, rank, scores, extra, links, clip, greedy, random, actions):
+    """Draw one action for each partial strategy (Gumbel-max) into actions [A, N] and apply it; with greedy, number 0
+    takes the likeliest. scores [A, N, 2 K] query times keys, extra [A, N, 2 C + 1] link weights and the stop logit,
     links [A, K, K 2 C]."""
     A, N, K = state.used.shape
     C = (extra.shape[2] - 1) // 2
@@ -96,7 +97,7 @@ def pick(state, S, rank, scores, extra, links, clip, greedy_first, random, actio
             last_rank = rank[a, state.last[a, n]] if state.last[a, n] < K else -1.0
             best, choice = -np.inf, -1
             if to_open == 0:
-                best, choice = _noisy(extra[a, n, 2 * C], clip, greedy_first and n == 0, random), 2 * K
+                best, choice = _noisy(extra[a, n, 2 * C], clip, greedy and n == 0, random), 2 * K
             for k in range(K):
                 if state.used[a, n, k]:
                     continue
@@ -113,7 +114,7 @@ def pick(state, S, rank, scores, extra, links, clip, greedy_first, random, actio
                         for c in range(C):
                             dot += mean[(k * 2 + join) * C + c] * extra[a, n, join * C + c]
                         logit += dot / size
-                    value = _noisy(logit, clip, greedy_first and n == 0, random)
+                    value = _noisy(logit, clip, greedy and n == 0, random)
                     if value > best:
                         best, choice = value, join * K + k
             actions[a, n] = choice

@@ -29,7 +29,9 @@ class Search:
         self.ops = simulator.op_table(problem.schedule, S, M)
         self.rules = problem.transfers == "blocking", problem.schedule == "1f1b", M
         self.space = simulator.workspace(S, M)
-        self.scratch = np.zeros((5, S)), np.zeros(K), np.zeros(K), np.zeros(S, np.int64)
+        costs = [np.zeros(shape) for _ in range(2) for shape in ((5, S), K, S)]
+        speed = 1.0 / np.maximum((problem.forward_s + problem.backward_s).sum(axis=0), 1e-30)
+        self.scratch = *costs, np.zeros(K), np.zeros(S, np.int64), speed
 
     def run(self, state, moves: int, temperature: tuple[float, float], random_state: np.ndarray):
         """`moves` moves from `state` (bounds, order, starts), temperature falling geometrically from the first to the
@@ -39,11 +41,6 @@ class Search:
         step, overflow = _search(self.packed, self.ops, *self.rules, *state, *best, moves, *temperature, random_state,
                                  self.space, self.scratch)
         return best, step, overflow
-
-    def evaluate(self, bounds, order, starts):
-        """[N] steps in s and [N] bytes over memory of N states."""
-        blocking, _, M = self.rules
-        return simulator.evaluate_all(self.packed, self.ops, blocking, M, bounds, order, starts)
 
 
 def random_state(rng: np.random.Generator) -> np.ndarray:
@@ -76,8 +73,8 @@ def layer_work(layer_s: np.ndarray) -> np.ndarray:
 
 @njit(cache=True)
 def cuts_by_share(work, share):
-    """[N, S + 1] bounds for wanted shares [N, S] of the work [L]: the cuts that keep the most overloaded stage's work /
-    share least, by bisection over that ratio; each stage gets a layer."""
+    """[N, S + 1] bounds for wanted shares [N, S] of the work [L]: bisection over the greatest work / share that a stage
+    may have, stages filled in turn. The least such ratio where no stage is cut to the one layer that each must get."""
     N, S = share.shape
     bounds = np.zeros((N, S + 1), np.int64)
     for n in range(N):
@@ -101,7 +98,8 @@ def _fill(work, share, ratio, bounds):
     total = share.sum()
     layer = 0
     for s in range(S):
-        room = ratio * share[s] / total
+        part = share[s] / total
+        room = ratio * (part if part > 1e-9 else 1e-9)  # also where it is no number
         last = L - (S - 1 - s)  # each later stage needs a layer
         taken = work[layer]
         layer += 1
@@ -133,12 +131,21 @@ def _pick(state, n):
 @njit(cache=True)
 def _search(p, ops, blocking, one_f_one_b, M, bounds, order, starts, best_bounds, best_order, best_starts,
             moves, hot, cold, random, space, scratch):
-    stages, used, share, plan = scratch
-    S, K = starts.shape[0] - 1, order.shape[0]
+    # the current state's costs, and those of its neighbour: equal but for the stages that a move changes
+    stages, share, over, new_stages, new_share, new_over, used, plan, speed = scratch
+    S = starts.shape[0] - 1
     memory = p.memory.sum() + 1.0
     new_bounds, new_order, new_starts = bounds.copy(), order.copy(), starts.copy()
 
-    overflow = cost.fill_stage_arrays(p, bounds, order, starts, stages, used, share)
+    overflow = 0.0
+    for s in range(S):
+        over[s] = cost.fill_stage(p, bounds, order, starts, s, stages, used, share)
+        overflow += over[s]
+    for s in range(S - 1):
+        cost.fill_sends(p, bounds, order, starts, s, stages, share)
+    _copy(stages.ravel(), new_stages.ravel())
+    _copy(share, new_share)
+    _copy(over, new_over)
     step = run_step(ops, stages, blocking, space)
     energy = step * (1.0 + OVERFLOW_WEIGHT * overflow / memory)
     best_step, best_overflow = step, overflow
@@ -146,27 +153,72 @@ def _search(p, ops, blocking, one_f_one_b, M, bounds, order, starts, best_bounds
     cooling = (cold / hot) ** (1.0 / max(moves, 1)) if hot > 0.0 else 0.0
     temperature = hot
     for _ in range(moves):
-        if not _move(bounds, order, starts, new_bounds, new_order, new_starts, slowest, random, plan):
+        if not _move(bounds, order, starts, new_bounds, new_order, new_starts, slowest, random, plan, speed):
             temperature *= cooling
             continue
         threshold = energy * (1.0 - temperature * math.log(uniform(random)))
         temperature *= cooling
-        new_overflow = cost.fill_stage_arrays(p, new_bounds, new_order, new_starts, stages, used, share)
+        new_overflow = _update_costs(p, bounds, order, starts, new_bounds, new_order, new_starts, new_stages, new_share,
+                                     new_over, used)
         weight = 1.0 + OVERFLOW_WEIGHT * new_overflow / memory
-        accepted = step_bound(stages, M, blocking, one_f_one_b) * weight <= threshold
+        accepted = step_bound(new_stages, M, blocking, one_f_one_b) * weight <= threshold
         if accepted:
-            new_step = run_step(ops, stages, blocking, space)
+            new_step = run_step(ops, new_stages, blocking, space)
             accepted = new_step * weight <= threshold
         if accepted:
             step, overflow, energy = new_step, new_overflow, new_step * weight
-            bounds[:], order[:], starts[:] = new_bounds, new_order, new_starts
+            _copy_state(new_bounds, new_order, new_starts, bounds, order, starts)
+            _copy_costs(new_stages, new_share, new_over, stages, share, over)
             slowest = _slowest(stages, blocking)
             if overflow < best_overflow or (overflow == best_overflow and step < best_step):
                 best_step, best_overflow = step, overflow
-                best_bounds[:], best_order[:], best_starts[:] = bounds, order, starts
+                _copy_state(bounds, order, starts, best_bounds, best_order, best_starts)
         else:
-            new_bounds[:], new_order[:], new_starts[:] = bounds, order, starts
+            _copy_state(bounds, order, starts, new_bounds, new_order, new_starts)
+            _copy_costs(stages, share, over, new_stages, new_share, new_over)
     return best_step, best_overflow
+
+
+@njit(cache=True)
+def _update_costs(p, bounds, order, starts, new_bounds, new_order, new_starts, stages, share, over, used):
+    """Bring the neighbour's costs up to date where it differs from the state; returns its bytes over memory."""
+    S = starts.shape[0] - 1
+    overflow = 0.0
+    changed_before = False
+    for s in range(S):
+        changed = (bounds[s] != new_bounds[s] or bounds[s + 1] != new_bounds[s + 1]
+                   or starts[s] != new_starts[s] or starts[s + 1] != new_starts[s + 1])
+        if not changed:
+            for i in range(starts[s], starts[s + 1]):
+                changed = changed or order[i] != new_order[i]
+        if changed:
+            over[s] = cost.fill_stage(p, new_bounds, new_order, new_starts, s, stages, used, share)
+        if s > 0 and (changed or changed_before):
+            cost.fill_sends(p, new_bounds, new_order, new_starts, s - 1, stages, share)
+        changed_before = changed
+        overflow += over[s]
+    return overflow
+
+
+@njit(cache=True)
+def _copy(source, target):
+    """A plain loop: a slice assignment costs several times as much on arrays this short."""
+    for i in range(source.shape[0]):
+        target[i] = source[i]
+
+
+@njit(cache=True)
+def _copy_state(bounds, order, starts, to_bounds, to_order, to_starts):
+    _copy(bounds, to_bounds)
+    _copy(order, to_order)
+    _copy(starts, to_starts)
+
+
+@njit(cache=True)
+def _copy_costs(stages, share, over, to_stages, to_share, to_over):
+    _copy(stages.ravel(), to_stages.ravel())
+    _copy(share, to_share)
+    _copy(over, to_over)
 
 
 @njit(cache=True)
@@ -185,24 +237,29 @@ def _slowest(stages, blocking):
 
 
 @njit(cache=True)
-def _move(bounds, order, starts, new_bounds, new_order, new_starts, slowest, random, plan):
+def _move(bounds, order, starts, new_bounds, new_order, new_starts, slowest, random, plan, speed):
     """Write one random neighbour of the state; the new arrays equal the old ones on entry. False: no move made."""
     S, K = starts.shape[0] - 1, order.shape[0]
     kind = uniform(random)
     if S > 1 and kind < 0.45:
         return _move_layers(bounds, new_bounds, slowest, random)
     if kind < 0.65:
-        # two devices change places, one of them possibly unused
+        # two devices change places, one of them possibly unused; layers may go where the faster one goes
         i, j = _pick(random, K), _pick(random, K)
         if uniform(random) < 0.3:
             s = _pick(random, S) if uniform(random) < 0.5 else slowest
             i = starts[s] + _pick(random, starts[s + 1] - starts[s])
-        if order[i] == order[j] or _stage_of(starts, i) == _stage_of(starts, j):
+        a, b = _stage_of(starts, i), _stage_of(starts, j)
+        if a == b:
             return False
         new_order[i], new_order[j] = order[j], order[i]
+        if a < S and b < S and uniform(random) < 0.5:
+            gain = speed[order[j]] - speed[order[i]]
+            giver, taker = (b, a) if gain > 0.0 else (a, b)
+            _move_share(bounds, order, starts, new_bounds, giver, giver, taker, abs(gain), speed, random)
         return True
     if K > S and kind < 0.82:
-        return _move_device(order, starts, new_order, new_starts, slowest, random)
+        return _move_device(bounds, order, starts, new_bounds, new_order, new_starts, slowest, random, speed)
     if S == 1:
         return False
     # stages change places and keep their devices and layer counts: two of them, one moved, or a run reversed
@@ -238,7 +295,7 @@ def _move(bounds, order, starts, new_bounds, new_order, new_starts, slowest, ran
 
 @njit(cache=True)
 def _move_layers(bounds, new_bounds, slowest, random):
-    """One or a few layers go from one stage to another; the stages between keep their counts."""
+    """One or a few layers go from one stage to another."""
     S = bounds.shape[0] - 1
     giver = slowest if uniform(random) < 0.5 else _pick(random, S)
     if uniform(random) < 0.5:
@@ -251,13 +308,27 @@ def _move_layers(bounds, new_bounds, slowest, random):
     count = 1
     while count < spare and uniform(random) < 0.3:
         count += 1
-    if giver < taker:
-        for s in range(giver + 1, taker + 1):
-            new_bounds[s] -= count
-    else:
-        for s in range(taker + 1, giver + 1):
-            new_bounds[s] += count
+    _shift(new_bounds, giver, taker, count)
     return True
+
+
+@njit(cache=True)
+def _move_share(bounds, order, starts, new_bounds, measure, giver, taker, part, speed, random):
+    """Layers go from one stage to another: the part of stage `measure`'s that `part` is of its summed speed."""
+    whole = 0.0
+    for i in range(starts[measure], starts[measure + 1]):
+        whole += speed[order[i]]
+    count = int(min((bounds[measure + 1] - bounds[measure]) * part / whole, 1e6) + uniform(random))
+    _shift(new_bounds, giver, taker, min(count, bounds[giver + 1] - bounds[giver] - 1))
+
+
+@njit(cache=True)
+def _shift(new_bounds, giver, taker, count):
+    """The stages between keep their counts."""
+    for s in range(giver + 1, taker + 1):
+        new_bounds[s] -= count
+    for s in range(taker + 1, giver + 1):
+        new_bounds[s] += count
 
 
 @njit(cache=True)
@@ -270,8 +341,9 @@ def _stage_of(starts, position):
 
 
 @njit(cache=True)
-def _move_device(order, starts, new_order, new_starts, slowest, random):
-    """One device joins another group, or is left unused; a group keeps at least one device."""
+def _move_device(bounds, order, starts, new_bounds, new_order, new_starts, slowest, random, speed):
+    """One device joins another group or is left unused, alone or with its part of the layers; a group keeps at least
+    one device."""
     S, K = starts.shape[0] - 1, order.shape[0]
     i = _pick(random, K)
     source = _stage_of(starts, i)
@@ -281,6 +353,11 @@ def _move_device(order, starts, new_order, new_starts, slowest, random):
     if target == source:
         return False
     device = order[i]
+    if S > 1 and uniform(random) < 0.6:
+        measure = source if source < S else target
+        giver = source if source < S else slowest if slowest != target else _pick(random, S)
+        taker = target if target < S else _pick(random, S)
+        _move_share(bounds, order, starts, new_bounds, measure, giver, taker, speed[device], speed, random)
     if source < target:
         end = starts[target] if target < S else K  # first position of the target once the device is gone, plus one
         for x in range(i, end - 1):

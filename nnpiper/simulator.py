@@ -116,20 +116,20 @@ def op_table(schedule_name: str, S: int, M: int) -> np.ndarray:
 @njit(cache=True)
 def workspace(S, M):
     """Scratch of simulations of one S and M: arrival times [2 (S + 2) M] (the cells that nobody writes stay 0), when
-    each stage [S] and channel [2 S] is free, durations and sends [2 S]."""
-    return np.zeros(2 * (S + 2) * M), np.zeros(S), np.zeros(2 * S), np.zeros(2 * S), np.zeros(2 * S)
+    each stage [S] and channel [2 S] is free, durations and sends [2 S], and the timeline that is not kept."""
+    return np.zeros(2 * (S + 2) * M), np.zeros(S), np.zeros(2 * S), np.zeros(2 * S), np.zeros(2 * S), np.zeros((0, 3))
 
 
 @njit(cache=True)
 def run_step(ops, stages, blocking, space):
     """Step time of stage arrays [5, S]; no timeline."""
-    return _run(ops, stages, blocking, space, np.zeros((0, 3)))
+    return _run(ops, stages, blocking, space, space[5])
 
 
 @njit(cache=True)
 def _run(ops, stages, blocking, space, times):
     """times [len(ops), 3] (start, end, arrival) is filled unless it is empty."""
-    arrival, free, channel, duration, send = space
+    arrival, free, channel, duration, send, _ = space
     S = stages.shape[1]
     for s in range(S):
         duration[s], duration[S + s] = stages[FORWARD, s], stages[BACKWARD, s]

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from . import checkpoint, cost
+from . import checkpoint, cost, simulator
 from .batch import Batch
 from .network import Network
 from .problem import InputError, Problem, Strategy
@@ -19,10 +19,10 @@ from .search import Search, better, random_state
 SAMPLES = 64  # groupings
 DIVISIONS = 4  # of the layers, for each grouping
 MOVES = 6000  # of polish without a budget
-BUDGET_S = 0.02
 STARTS = 4  # samples that are polished
 CHUNK = 250  # moves between two looks at the clock
 HOT, COLD = 0.004, 0.0003  # temperature of the polish, relative to the step
+HOT_OVER_MEMORY = 0.1  # a plan that does not fit has to be left, not refined
 
 
 class NNPiper:
@@ -46,22 +46,26 @@ class NNPiper:
         """The best strategy found: feasible if any feasible one was met, else the one with the least bytes over memory.
 
         With budget_s the polish goes on until that many seconds have gone since the call; without, it makes `moves`
-        moves, and the same seed gives the same strategy. Without polish: the best of the network's samples.
+        moves, and the same seed gives the same strategy. Without polish: the best of the network's samples. Where no
+        sample is feasible, the plan that fills the devices by falling memory joins them.
         """
         begin = time.perf_counter()
         if budget_s is not None and not 0 < budget_s < math.inf:
             raise InputError(f"budget_s: {budget_s}; allowed: a positive, finite number of seconds")
         states, step_s, overflow = self.sample(problem, samples, seed)
+        if overflow.min() > 0:
+            states, step_s, overflow = _with_memory_plan(problem, states, step_s, overflow)
         order = np.lexsort((step_s, overflow))
         if not polish:
             return cost.decode(*(a[order[0]] for a in states))
         starts = _distinct(states, step_s, order)
         deadline = begin + budget_s if budget_s else None
-        return cost.decode(*_polish(problem, starts, moves, deadline, np.random.default_rng(seed)))
+        hot = HOT if overflow[order[0]] == 0 else HOT_OVER_MEMORY
+        return cost.decode(*_polish(problem, starts, hot, moves, deadline, np.random.default_rng(seed)))
 
     def sample(self, problem: Problem, samples: int, seed: int):
-        """`samples` groupings with DIVISIONS divisions each, as `cost.encode` writes strategies, their steps in s and bytes
-        over memory; number 0 is the network's likeliest."""
+        """`samples` groupings with DIVISIONS divisions each, as `cost.encode` writes strategies, their steps in s and
+        bytes over memory; number 0 is the network's likeliest."""
         batch = Batch.of([problem])
         with torch.inference_mode(), _one_thread():
             f = self.network.features(batch)
@@ -72,6 +76,17 @@ class NNPiper:
         states = batch.strategies(plans.actions.numpy(), share)
         step_s, overflow = batch.step_times(*states)
         return tuple(a[0] for a in states), step_s[0], overflow[0]
+
+
+def _with_memory_plan(problem, states, step_s, overflow):
+    """The samples and, if there is one, the feasible plan of `cost.fill_memory` with the most room left."""
+    plan = next(filter(None, (cost.fill_memory(problem, room) for room in (0.8, 0.9, 0.95, 1.0))), None)
+    if plan is None:
+        return states, step_s, overflow
+    extra = cost.encode([plan], problem.layers, problem.devices)
+    step, over = simulator.step_times(problem, *extra)
+    return (tuple(np.concatenate(pair) for pair in zip(states, extra)), np.concatenate([step_s, step]),
+            np.concatenate([overflow, over]))
 
 
 def _distinct(states, step_s, order):
@@ -85,29 +100,29 @@ def _distinct(states, step_s, order):
     return [tuple(a[n].copy() for a in states) for n in chosen]
 
 
-def _polish(problem, starts, moves, deadline, rng):
-    """Anneal from each start for an equal part of the moves (or of the time), from mild to cold."""
+def _polish(problem, starts, hot, moves, deadline, rng):
+    """Anneal from each start for an equal part of the moves (or of the time), from hot to COLD."""
     search, seed = Search(problem), random_state(rng)
     best, best_step, best_overflow = None, np.inf, np.inf
     for i, state in enumerate(starts):
-        for temperature, count in _cooling(moves // len(starts), deadline, len(starts) - i):
+        for temperature, count in _cooling(hot, moves // len(starts), deadline, len(starts) - i):
             found, step, overflow = search.run(state, count, temperature, seed)
             if better(step, overflow, best_step, best_overflow):
                 best, best_step, best_overflow = found, step, overflow
     return best if best is not None else starts[0]
 
 
-def _cooling(moves, deadline, parts):
+def _cooling(hot, moves, deadline, parts):
     """(temperatures, moves) of the chunks of one start: so many moves, or a fair part of the time to the deadline."""
     if deadline is None:
-        yield (HOT, COLD), moves
+        yield (hot, COLD), moves
         return
     begin = last = time.perf_counter()
     end = begin + (deadline - begin) / parts
     longest = 0.0
     while last + longest < end:
         gone = (last - begin) / (end - begin)
-        temperature = HOT * (COLD / HOT) ** gone
+        temperature = hot * (COLD / hot) ** gone
         yield (temperature, temperature), CHUNK
         now = time.perf_counter()
         longest, last = max(longest, now - last), now

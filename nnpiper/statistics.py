@@ -23,8 +23,8 @@ def usable_steps(rows: pd.DataFrame, column: str = "planner", keys: list[str] | 
     fit in memory or there is none."""
     keys = [*CASE, *(name for name in ("transfers",) if name in rows)] if keys is None else keys
     fitting = rows.assign(step_s=rows["step_s"].where(rows["feasible"]))
-    wide = fitting.pivot(index=keys, columns=column, values="step_s")
-    return wide[list(dict.fromkeys(rows[column]))]  # in the order of the rows
+    wide = fitting.pivot(index=keys, columns=column, values="step_s")  # sorted: put back into the order of the rows
+    return wide.reindex(index=pd.MultiIndex.from_frame(rows[keys].drop_duplicates()), columns=rows[column].unique())
 
 
 def gains(rows: pd.DataFrame, over: str = "nnpiper") -> pd.DataFrame:
@@ -33,7 +33,7 @@ def gains(rows: pd.DataFrame, over: str = "nnpiper") -> pd.DataFrame:
     programs = [name for name in DYNAMIC_PROGRAMS if name in steps]
     if programs:
         steps[BEST_PROGRAM] = steps[programs].min(axis=1)
-    return 100.0 * (steps.div(steps[over], axis=0) - 1.0).drop(columns=over)
+    return _percent(steps, over)
 
 
 def mean_interval(groups: list[np.ndarray], seed: int = 0) -> tuple[float, float, float]:
@@ -74,7 +74,7 @@ def gap_table(rows: pd.DataFrame, keys: list[str], reference: str, column: str =
     plan within memory are left out."""
     steps = usable_steps(rows, column, keys)
     steps = steps[steps[reference].notna()]
-    return 100.0 * (steps.div(steps[reference], axis=0) - 1.0).drop(columns=reference)
+    return _percent(steps, reference)
 
 
 def text_interval(mean: float, low: float, high: float) -> str:
@@ -83,6 +83,11 @@ def text_interval(mean: float, low: float, high: float) -> str:
         return "-"
     digits = 0 if abs(mean) >= 100 else 1 if abs(mean) >= 10 else 2
     return f"{mean:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def _percent(steps, over):
+    """Rounded, so that equal steps give 0 and not the last bit of a sum."""
+    return (100.0 * (steps.div(steps[over], axis=0) - 1.0)).drop(columns=over).round(9) + 0.0
 
 
 def _finite(values):

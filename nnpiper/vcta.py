@@ -1,9 +1,9 @@
 """The Virtual Contrastive Training Algorithm (VCTA): the network learns from virtual instances alone.
 
 Each step draws fresh virtual instances and lets the network draw N groupings for each, and R divisions of the layers
-for each grouping. All run on the exact simulator and are contrasted: the groupings of an instance (by their best division)
-with each other, and the divisions of a grouping with each other, so that neither is judged by the other's luck. Of two
-the better one shall become likelier than the worse one,
+for each grouping. All run on the exact simulator and are contrasted: the groupings of an instance (by their best
+division) with each other, and the divisions of a grouping with each other, so that neither is judged by the other's
+luck. Of two the better one shall become likelier than the worse one,
 
     loss = - sum over pairs (i better than j) of w(i) log sigmoid(BETA (log p(i) - log p(j))) / BETA,
 
@@ -29,7 +29,7 @@ from tqdm import tqdm
 from . import checkpoint, virtual
 from .batch import Batch
 from .network import Groupings, Network, Size
-from .problem import InputError, write_text
+from .problem import InputError, write_bytes, write_text
 from .search import Search, better, proportional_state, random_state
 
 LOG_FIELDS = ["step", "minutes", "loss", "gap_greedy", "gap_best", "gap_groups_greedy", "gap_groups_best"]
@@ -108,7 +108,7 @@ def _train(out, recipe, progress, rank, world):
             torch.save({"recipe": asdict(recipe), "network": network.state_dict(), "optimizer": optimizer.state_dict(),
                         "rate": rate.state_dict(), "done": step + 1, "rows": rows, "losses": losses,
                         "minutes": minutes}, buffer)
-            checkpoint.write_bytes(resume, buffer.getvalue())
+            write_bytes(resume, buffer.getvalue())
     if rank == 0:
         checkpoint.save(network, target, _history(recipe, minutes, world))
     return target
@@ -127,8 +127,9 @@ def contrast_step(network: Network, recipe: Recipe, step: int, rank: int = 0, wo
     log_share = divisions.draw(recipe.divisions, generator)
     step_s, overflow = score(problems, plans, log_share)
     best = np.lexsort((step_s, overflow))[..., :1]
-    levels = [(network.log_prob(f, encoding, plans), *(np.take_along_axis(a, best, 2)[..., 0] for a in (step_s, overflow))),
-              (divisions.log_prob(log_share).flatten(0, 1), *(a.reshape(-1, a.shape[2]) for a in (step_s, overflow)))]
+    of_best = (np.take_along_axis(a, best, 2)[..., 0] for a in (step_s, overflow))
+    of_all = (a.reshape(-1, a.shape[2]) for a in (step_s, overflow))
+    levels = [(network.log_prob(f, encoding, plans), *of_best), (divisions.log_prob(log_share).flatten(0, 1), *of_all)]
     if recipe.contrast == "policy-gradient":
         return sum(policy_gradient_loss(*level) for level in levels)
     return sum(contrast_loss(*level, recipe.beta, recipe.leader) for level in levels)

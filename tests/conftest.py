@@ -1,4 +1,4 @@
-"""Settings that all tests share: hypothesis without deadlines (first calls compile) and with the same cases each run."""
+"""Settings that all tests share: hypothesis without deadlines (first calls compile), with the same cases each run."""
 
 from hypothesis import settings
 

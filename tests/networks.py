@@ -14,6 +14,8 @@ from nnpiper.batch import Batch
 from nnpiper.network import Divisions, Encoding, Features, Groupings, Network, Size, State
 from nnpiper.problem import Strategy
 
+torch.set_num_threads(1)  # the matrices are small: more threads only wait for each other
+
 TINY = Size(width=16, heads=2, depth=1, stage_width=8, stage_heads=2, stage_depth=1)
 
 
@@ -39,7 +41,7 @@ class Drawn(NamedTuple):
 
 
 def drawn(network: Network, problems: Batch, N: int, R: int = 1, seed: int = 0, greedy: bool = False) -> Drawn:
-    """N groupings with R divisions each for each problem; with gradient where one is wanted."""
+    """N groupings with R divisions each for each problem."""
     generator = torch.Generator().manual_seed(seed)
     f = network.features(problems)
     e = network.encode(f)
@@ -49,7 +51,7 @@ def drawn(network: Network, problems: Batch, N: int, R: int = 1, seed: int = 0, 
 
 
 def strategies(problems: Batch, d: Drawn) -> list[list[list[Strategy]]]:
-    """What was drawn, for each problem, grouping and division, put together by plain rules but for the cuts; checked."""
+    """What was drawn, for each problem, grouping and division; groups checked by plain rules."""
     A, N, R, S = d.log_share.shape
     K = d.f.speed.shape[1]
     states = problems.strategies(d.groupings.actions.numpy(), d.log_share.softmax(-1).double().numpy())
@@ -71,8 +73,8 @@ def strategies(problems: Batch, d: Drawn) -> list[list[list[Strategy]]]:
 
 
 def state_after(actions: Tensor, K: int) -> State:
-    """The partial strategies [A, N, ...] after actions [A, N, t], by plain rules: k < K opens the next stage with device
-    k, K + k lets k join the open stage, 2 K stops and leaves the rest unused."""
+    """The partial strategies [A, N, ...] after actions [A, N, t], by plain rules: k < K opens the next stage with
+    device k, K + k lets k join the open stage, 2 K stops and leaves the rest unused."""
     A, N, _ = actions.shape
     used, group = torch.zeros(A, N, K, dtype=torch.bool), torch.zeros(A, N, K)
     last, opened = torch.full((A, N), K), torch.zeros(A, N, dtype=torch.long)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass
 class SlowStages:
-    """Stage times in seconds: F, B, all_reduce have S entries; forward_c, backward_c have S - 1, entry s between s, s + 1."""
+    """Stage times in s: F, B, all_reduce have S entries; forward_c, backward_c S - 1, entry s between s and s + 1."""
 
     F: list
     B: list

@@ -1,4 +1,4 @@
-"""The network: any size in one set of weights, the symmetries of the problem, and a distribution that is what it says."""
+"""The network: any size in one set of weights, the problem's symmetries, and a distribution that is what it says."""
 
 import math
 
@@ -14,7 +14,7 @@ from nnpiper import network as module
 from nnpiper import virtual
 from nnpiper.batch import Batch
 from nnpiper.network import Groupings, Network, State
-from nnpiper.problem import Strategy
+from nnpiper.problem import SHAPES, Strategy
 
 SIZES = [  # K, S, L, M
     (1, 1, 1, 1), (1, 1, 7, 3), (5, 1, 6, 4), (5, 5, 5, 1), (4, 4, 9, 8), (6, 2, 2, 1), (7, 3, 12, 5), (20, 20, 24, 6),
@@ -70,7 +70,8 @@ def test_a_fresh_network_divides_by_speed_and_every_weight_learns():
     assert torch.allclose(d.divisions.mean, share.log(), atol=1e-5)
     network = lively()
     d = drawn(network, problems, 8)
-    (network.log_prob(d.f, d.e, d.groupings).square().sum() + d.divisions.log_prob(d.log_share).square().sum()).backward()
+    loss = network.log_prob(d.f, d.e, d.groupings).square().sum() + d.divisions.log_prob(d.log_share).square().sum()
+    loss.backward()
     still = [name for name, w in network.named_parameters() if w.grad is None or not w.grad.any()]
     assert still == []
 
@@ -113,11 +114,10 @@ def test_renaming_the_devices_renames_the_answer(K, S):
         device, kind = actions % K, actions // K
         renamed = torch.from_numpy(np.where(kind == 2, actions, new[device] + K * kind))
         columns = torch.from_numpy(np.concatenate([old, K + old, [2 * K]]))  # column of the old logits for each new one
-        for n in range(16):
-            for t in range(K):
-                before = logits_after(network, f, e, plans.actions[0, n, :t].tolist())
-                after = logits_after(network, g, h, renamed[0, n, :t].tolist())
-                torch.testing.assert_close(after, before[columns], atol=1e-4, rtol=1e-4)
+        for t in range(K):
+            before = network.logits(f, e, state_after(plans.actions[:, :, :t], K))
+            after = network.logits(g, h, state_after(renamed[:, :, :t], K))
+            torch.testing.assert_close(after, before[..., columns], atol=1e-4, rtol=1e-4)
         for part, expected in zip(network.divider(g, h, plans.member[..., torch.from_numpy(old)]), divisions):
             torch.testing.assert_close(part, expected, atol=1e-4, rtol=1e-4)
 
@@ -151,7 +151,7 @@ def test_problems_of_a_batch_do_not_see_each_other():
 
 @pytest.mark.parametrize("K, S, L, M", SIZES)
 def test_only_allowed_actions_are_drawn(K, S, L, M):
-    """Counted plainly: S groups opened, no device twice, members of a group by falling speed, stop last and for good."""
+    """Counted plainly: S groups opened, no device twice, members of a group by falling speed, stop for good."""
     problems = batch(np.random.default_rng(6), 2, K, S, L, M)
     f, _, plans, *_ = drawn(lively(), problems, 64)
     for a in range(2):
@@ -256,13 +256,12 @@ def same_features(one, other):
 
 def test_the_network_sees_everything_it_should():
     """Each part of the problem reaches the features; only what lies beyond ratios (one unit for all) does not."""
-    problem = random_problem(np.random.default_rng(12), K=4, L=6, S=3, M=5, schedule="1f1b", transfers="blocking", memory=1.0)
+    problem = random_problem(np.random.default_rng(12), K=4, L=6, S=3, M=5, schedule="1f1b", transfers="blocking",
+                             memory=1.0)
     seen = module.features(Batch.of([problem]))
     for change in (
             *({name: getattr(problem, name) * np.linspace(1, 2, getattr(problem, name).size).reshape(
-                getattr(problem, name).shape)} for name in (
-                "forward_s", "backward_s", "output_bytes", "stash_bytes", "static_bytes", "gradient_bytes", "memory_bytes",
-                "latency_s")),
+                getattr(problem, name).shape)} for name in SHAPES if name != "bandwidth_bytes_per_s"),
             {"bandwidth_bytes_per_s": problem.bandwidth_bytes_per_s.T}, {"stages": 2}, {"micro_batches": 6},
             {"schedule": "gpipe"}, {"transfers": "overlapped"}):
         other = module.features(Batch.of([problem.replace(**change)]))
@@ -306,7 +305,7 @@ def uniform_problem(rng, K, L, memory):
 
 
 def test_stage_features_state_the_transfers_of_the_cost_model():
-    """Columns 7 and 8: transfers over the boundary ahead, both ways, over the balanced stage time; one device a stage."""
+    """Columns 7, 8: transfers over the boundary ahead, both ways, over the balanced stage time; one device a stage."""
     rng = np.random.default_rng(15)
     problem = uniform_problem(rng, 5, 10, None)
     d = drawn(lively(), Batch.of([problem]), 8)

@@ -42,14 +42,15 @@ def test_values_that_are_no_costs(problem, name, wrong):
 
 
 def test_a_link_without_bandwidth(problem):
-    message = refused(lambda: problem.replace(bandwidth_bytes_per_s=np.zeros((3, 3))), "bandwidth_bytes_per_s[0, 1]: 0.0")
+    zero = np.zeros((3, 3))
+    message = refused(lambda: problem.replace(bandwidth_bytes_per_s=zero), "bandwidth_bytes_per_s[0, 1]: 0.0")
     assert "from 1e-06" in message
 
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("wrong", [
-    1.0, None, "12", "x", [], [[]], [[[1.0]]], [1.0, [2.0]], [["1.0", "2.0"]], ["1", "2", "3", "4"], [True] * 4, {}, [None] * 4,
-    [1j] * 4, np.zeros((0, 3))], ids=repr)
+    1.0, None, "12", "x", [], [[]], [[[1.0]]], [1.0, [2.0]], [["1.0", "2.0"]], ["1", "2", "3", "4"], [True] * 4, {},
+    [None] * 4, [1j] * 4, np.zeros((0, 3))], ids=repr)
 def test_shapes_and_types_that_do_not_fit(problem, name, wrong):
     refused(lambda: problem.replace(**{name: wrong}), f"{name}: ")
 
@@ -171,7 +172,8 @@ def test_bad_problem_files(problem, tmp_path, change, field):
     assert len(message.splitlines()) == 1 and len(message) < len(str(path)) + 500
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"1", b"null", b"\xff\xfe", b"[" * 5000, b'{"stages": 1' + b"0" * 9999])
+@pytest.mark.parametrize("content", [
+    b"", b"{", b"[]", b"1", b"null", b"\xff\xfe", b"[" * 5000, b'{"stages": 1' + b"0" * 9999])
 def test_files_that_are_no_problem(tmp_path, content):
     path = tmp_path / "bad.json"
     path.write_bytes(content)
@@ -207,6 +209,9 @@ def test_strategy_text():
     assert strategy.text(26) == "0-6@3 | 7-12@1,4 | 13-25@0"
     assert Strategy((), ((2,),)).text(1) == "0-0@2"
     assert Strategy.parse("0@2") == Strategy((), ((2,),))
+    assert Strategy.parse("0-6@3 | 7-12@1", layers=13).cuts == (7,)
+    with pytest.raises(InputError, match="last layer 12; allowed: 25"):
+        Strategy.parse("0-6@3 | 7-12@1", layers=26)
 
 
 @pytest.mark.parametrize("text", [
@@ -242,16 +247,18 @@ def test_check_refuses_cuts_that_do_not_increase():
     Strategy((2, 3), ((0,), (1,), (2,))).check(problem)
 
 
-@pytest.mark.parametrize("cuts, groups", [((1.7,), ((0,), (1,))), ((1,), ((0.5,), (1,))), (("1",), ((0,), (1,))), ((1,), (0, 1))])
+@pytest.mark.parametrize("cuts, groups", [
+    ((1.7,), ((0,), (1,))), ((1,), ((0.5,), (1,))), (("1",), ((0,), (1,))), ((1,), (0, 1))])
 def test_a_strategy_holds_integers(cuts, groups):
     refused(lambda: Strategy(cuts, groups), "strategy: ")
 
 
 def test_strategy_files(problem, tmp_path):
     path = tmp_path / "s.json"
-    for text, field in (('{"cuts": [1]}', "groups"), ('{"cuts": [1.5], "groups": [[0], [1]]}', "cuts.0"),
-                        ('{"cuts": [1], "groups": [0, 1]}', "groups.0"), ('{"cuts": [1], "groups": [["0"], [1]]}', "groups.0.0"),
-                        ('{"cuts": [true], "groups": [[0], [1]]}', "cuts.0"), ('{"cuts": [], "groups": [], "x": 1}', "x")):
+    for text, field in (
+            ('{"cuts": [1]}', "groups"), ('{"cuts": [1.5], "groups": [[0], [1]]}', "cuts.0"),
+            ('{"cuts": [1], "groups": [0, 1]}', "groups.0"), ('{"cuts": [1], "groups": [["0"], [1]]}', "groups.0.0"),
+            ('{"cuts": [true], "groups": [[0], [1]]}', "cuts.0"), ('{"cuts": [], "groups": [], "x": 1}', "x")):
         path.write_text(text)
         with pytest.raises(InputError) as caught:
             Strategy.from_file(path)

@@ -73,8 +73,8 @@ def test_equal_stages_without_transfers(name, transfers, S, M):
 
 @pytest.mark.parametrize("S, M", [(2, 1), (3, 4), (8, 3)])
 def test_gpipe_with_equal_stages_and_transfers(S, M):
-    """Equal stages with a transfer c <= F, B each way. Overlapped: the bubble also holds 2 (S - 1) c. Blocking: the last
-    stage starts after S - 1 hops of F + c and is fed every F + c, its neighbour's pace; the way back is alike with B."""
+    """Equal stages with a transfer c <= F, B each way. Overlapped: the bubble also holds 2 (S - 1) c. Blocking: the
+    last stage starts after S - 1 hops of F + c and is fed every F + c, its neighbour's pace; the way back is alike."""
     F, B, c = 4.0, 6.0, 1.5
     stages = arrays([F] * S, [B] * S, [c] * (S - 1), [c] * (S - 1))
     overlapped = (M + S - 1) * (F + B) + 2 * (S - 1) * c
@@ -96,8 +96,8 @@ def test_one_micro_batch_goes_there_and_back(name, transfers):
 def test_by_hand():
     """S = 2, M = 2, 1F1B: F 1 and 2, B 3 and 4, activation 0.5, gradient 0.25, all-reduce 10 on stage 0.
 
-    blocking: 0F0 0-1, sent 1.5; 1F0 1.5-3.5; 0F1 1.5-2.5, sent 3; 1B0 3.5-7.5, sent 7.75; 1F1 7.75-9.75; 0B0 7.75-10.75;
-    1B1 9.75-13.75, sent 14; 0B1 14-17; all-reduce to 27.
+    blocking: 0F0 0-1, sent 1.5; 1F0 1.5-3.5; 0F1 1.5-2.5, sent 3; 1B0 3.5-7.5, sent 7.75; 1F1 7.75-9.75;
+    0B0 7.75-10.75; 1B1 9.75-13.75, sent 14; 0B1 14-17; all-reduce to 27.
     overlapped: 1F1 starts at 7.5, 1B1 9.5-13.5, gradient 13.75, 0B1 13.75-16.75."""
     stages = arrays([1, 2], [3, 4], [0.5], [0.25], [10, 0])
     assert simulator.simulate(stages, "1f1b", 2, "blocking") == 27.0
@@ -132,7 +132,7 @@ def test_bound_is_sharp_somewhere():
 
 @given(SEEDS, st.sampled_from(TRANSFERS))
 def test_more_bandwidth_or_speed_never_makes_a_gpipe_step_longer(seed, transfers):
-    """One device a stage: there a faster device or link only shortens times (a faster member of a group shifts work)."""
+    """One device a stage: a faster device or link only shortens times (a faster member of a group shifts work)."""
     rng = np.random.default_rng(seed)
     K = int(rng.integers(1, 7))
     problem = random_problem(rng, K=K, L=8, M=int(rng.integers(1, 12)), schedule="gpipe", transfers=transfers)

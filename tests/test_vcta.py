@@ -1,4 +1,4 @@
-"""VCTA: the loss against a double loop, what its gradient does, training that learns, resumes and runs in two processes."""
+"""VCTA: the loss against a double loop, its gradient, training that learns, resumes and runs in two processes."""
 
 import csv
 import functools
@@ -23,14 +23,6 @@ from nnpiper.simulator import step_time
 from nnpiper.vcta import Recipe
 
 RECIPE = Recipe(steps=4, seed=1, instances=4, groupings=4, divisions=3, size=TINY)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -331,9 +323,11 @@ def test_two_processes_train_one_network(tmp_path):
     tests = Path(__file__).parent
     steps = 3
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
-         "--rdzv-endpoint", "127.0.0.1:0", str(tests / "train_worker.py"), str(tmp_path), str(steps)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}, capture_output=True, text=True, timeout=240)
+        [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2",
+         "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0",
+         str(tests / "train_worker.py"), str(tmp_path), str(steps)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     one, other = weights(tmp_path / "rank0.pt"), weights(tmp_path / "rank1.pt")
     assert equal(one, other) and equal(one, weights(tmp_path / "nnpiper.pt"))

@@ -16,7 +16,8 @@ HOT, COLD = 0.1, 0.0003
 CHUNK = 500  # moves between two looks at the clock
 
 
-def solve(problem: Problem, seed: int = 0, runs: int = 4, moves: int = 60_000, budget_s: float | None = None) -> Strategy:
+def solve(problem: Problem, seed: int = 0, runs: int = 4, moves: int = 60_000,
+          budget_s: float | None = None) -> Strategy:
     """Best strategy of `runs` annealing runs of `moves` moves, or, with a budget, of one run that cools down within
     budget_s seconds."""
     begin = time.perf_counter()

@@ -44,7 +44,7 @@ def balance(problem: Problem, labels: np.ndarray) -> Strategy:
     layer_s = problem.forward_s + problem.backward_s
     speed = 1.0 / np.maximum(layer_s.sum(axis=0), 1e-30)
     row, bounds = _best(cost.pack(problem), labels, problem.stages, problem.micro_batches, speed,
-                        layer_work(layer_s)[None])
+                        layer_work(layer_s))
     order, starts = np.zeros(problem.devices, np.int64), np.zeros(problem.stages + 1, np.int64)
     assignments.read_labels(labels[row], order, starts)
     return cost.decode(bounds, order, starts)

@@ -43,9 +43,14 @@ def load(path: Path | None = None) -> Network:
     found = hashlib.sha256(data).hexdigest()
     if found != wanted:
         raise InputError(f"{path}: SHA-256 {found}; allowed: {wanted}, as its card says")
-    network = Network(size, blind)
     try:
+        network = Network(size, blind)
         network.load_state_dict(torch.load(io.BytesIO(data), weights_only=True))
-    except (pickle.UnpicklingError, RuntimeError) as error:
-        raise InputError(f"{path}: {str(error).splitlines()[0]}; allowed: the tensors of a {size}") from None
+    except (pickle.UnpicklingError, EOFError, RuntimeError, TypeError) as error:
+        raise InputError(f"{path}: {first_line(error)}; allowed: the tensors of a {size}") from None
     return network.eval().requires_grad_(False)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its name where it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -23,7 +23,7 @@ DEFAULT_BUDGET_MS, LONGEST_BUDGET_MS = 20.0, 3_600_000.0
 FIELDS = ("file", "planner", "cuts", "groups", "step_s", "feasible", "overflow_bytes", "lower_bound_s", "solve_ms")
 PICTURES = (".png", ".pdf", ".svg")
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False,
                   help="Pipeline-parallel strategies for unequal devices: NNPiper, the planners it is measured "
                        "against, a simulator.")
 
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return typer.main.get_command(app)(arguments, prog_name="nnpiper", standalone_mode=False) or 0
     except OSError as error:
-        return _bad_input(f"{error.filename or 'file'}: {error.strerror or error}")
+        return _bad_input(f"{error.filename or 'output'}: {error.strerror or error}")
     except Exception as error:
         # typer carries its own click, whose errors (unknown option, missing argument) have no public common class
         if hasattr(error, "format_message"):
@@ -99,7 +99,7 @@ def simulate(
         raise InputError(f"{strategy_file}: {error}") from None
     answer = _judged(problem_file, problem, strategy)
     stages, idle = cost.stage_arrays(problem, strategy), timeline.idle_share
-    answer |= {"lower_bound_s": simulator.lower_bound(problem, strategy),
+    answer |= {"strategy_bound_s": simulator.lower_bound(problem, strategy),
                "stages": [{"forward_s": float(stages.forward_s[s]), "backward_s": float(stages.backward_s[s]),
                            "idle_share": float(idle[s])} for s in range(problem.stages)]}
     if picture is not None:
@@ -225,7 +225,7 @@ def _print_simulation(answer):
     from rich.console import Console
     from rich.table import Table
 
-    print(f"step {answer['step_s']:.4g} s, at least {answer['lower_bound_s']:.4g} s with this strategy")
+    print(f"step {answer['step_s']:.4g} s, at least {answer['strategy_bound_s']:.4g} s with this strategy")
     if not answer["feasible"]:
         print(f"does not fit: {answer['overflow_bytes'] / 1e9:.4g} GB over memory")
     table = Table("stage", "layers@devices", box=box.SIMPLE_HEAD)

@@ -33,7 +33,7 @@ SEED = 2025
 GPT_MODELS = ("gpt2-medium", "gpt2-xl", "gpt3-1.3b", "gpt3-6.7b")
 OTHER_MODELS = ("bert-large", "llama2-7b", "llama3-8b", "t5-large")
 
-REFERENCE = "alpa-hetero"  # the heterogeneity-aware program in a fixed device order, against which the claims are judged
+REFERENCE = "alpa-hetero"  # knows every device and link, keeps the given device order; the claims are judged against it
 DYNAMIC_PROGRAMS = ("pipedream", "piper", "alpa", "alpa-hetero", "amp", "pipeedge")
 SORTED = "alpa-hetero sorted"
 COMPARED = ("even", *DYNAMIC_PROGRAMS, "metis", SORTED)
@@ -64,7 +64,7 @@ class Case:
     schedule: str = "1f1b"
 
     def problem(self) -> Problem:
-        """The problem with blocking transfers. On a cluster it has a feasible strategy (see `cluster.sample_problem`)."""
+        """The problem, transfers blocking; on a cluster it has a feasible strategy (see `cluster.sample_problem`)."""
         rng = np.random.default_rng([SEED, zlib.crc32(repr(self).encode())])
         if self.environment not in ENVIRONMENTS:
             ranges = WIDE if self.environment == "virtual wide" else virtual.Ranges()
@@ -136,12 +136,13 @@ def compare(case: Case, checkpoint: Path, planners: tuple[str, ...] = COMPARED,
     return rows
 
 
-def gaps(case: Case, checkpoint: Path, runs: int, moves: int, planners: tuple[str, ...] = (REFERENCE,)) -> list[dict]:
-    """Rows of one case in blocking transfers, with long annealing (`runs` x `moves`, "annealing") as the reference."""
+def gaps(case: Case, checkpoint: Path, runs: int, moves: int) -> list[dict]:
+    """Rows of one case for NNPiper, the network without polish and the reference program, with long annealing (`runs` x
+    `moves`, "annealing") to measure them by."""
     problem = case.problem()
     plans = {"annealing": baselines.anneal.solve(problem, seed=case.number, runs=runs, moves=moves),
              "nnpiper": piper(checkpoint).solve(problem), "network": piper(checkpoint).solve(problem, polish=False),
-             **{name: PLANNERS[name](problem) for name in planners}}
+             REFERENCE: PLANNERS[REFERENCE](problem)}
     return [case.fields | {"planner": name} | judge(problem, plan) for name, plan in plans.items()]
 
 
@@ -157,6 +158,14 @@ def within_budgets(case: Case, checkpoint: Path, budgets_ms: tuple[float, ...]) 
         rows += [case.fields | {"planner": name, "budget_ms": budget_ms} | judge(problem, plan)
                  for name, plan in plans.items()]
     return rows
+
+
+def networks(case: Case, checkpoints: dict[str, Path], runs: int, moves: int) -> list[dict]:
+    """Rows of one case for several networks without polish, with long annealing as the reference."""
+    problem = case.problem()
+    plans = {name: piper(path).solve(problem, polish=False) for name, path in checkpoints.items()}
+    plans["annealing"] = baselines.anneal.solve(problem, seed=case.number, runs=runs, moves=moves)
+    return [case.fields | {"planner": name} | judge(problem, plan) for name, plan in plans.items()]
 
 
 def parts(case: Case, checkpoint: Path) -> list[dict]:

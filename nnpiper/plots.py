@@ -1,5 +1,5 @@
-"""Pictures: one style for all figures, saving in the same bytes every time, the timeline of a step, and the few kinds of
-chart that the notebooks draw.
+"""Pictures: one style for all figures, saving in the same bytes every time, the timeline of a step, and the few kinds
+of chart that the notebooks draw.
 
 Colours are those of Okabe and Ito (2008), which stay apart for colour-blind readers and in grey.
 """
@@ -10,9 +10,10 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from .schedule import B, F
 from .simulator import Timeline
@@ -22,10 +23,11 @@ BLUE, ORANGE, GREEN, GREY = "#0072B2", "#E69F00", "#009E73", "#555555"
 SKY, RED, PURPLE = "#56B4E9", "#D55E00", "#CC79A7"
 # a planner has the same colour, dashes and marker in all figures
 LINES = {
-    "even": (GREY, ":", "o"), "pipedream": (SKY, "--", "v"), "piper": (SKY, "-.", "^"), "alpa": (GREEN, "--", "s"),
+    "even": (GREY, ":", "o"), "pipedream": (SKY, "--", "v"), "piper": (SKY, "-.", "^"), "alpa": (PURPLE, "--", "<"),
     "alpa-hetero": (GREEN, "-", "s"), "alpa-hetero sorted": (GREEN, ":", "s"), "amp": (PURPLE, "-", "D"),
     "pipeedge": (ORANGE, "-", "P"), "metis": (RED, "-", "X"), "best dynamic program": ("black", "-", "*"),
     "nnpiper": (BLUE, "-", "o"), "network": (BLUE, "--", "o"), "annealing": (GREY, "-", "d")}
+OPEN = ("alpa-hetero sorted", "network")  # markers without filling: variants of the planner with the same marker
 OP_COLORS, NUMBER_COLORS = {F: BLUE, B: ORANGE}, {F: "white", B: "black"}
 
 OP_HEIGHT, SEND_HEIGHT = 0.62, 0.12  # in rows
@@ -56,6 +58,9 @@ def save(figure: Figure, path: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
+HATCHED = 1024  # boxes; more are too narrow to show a hatch, and slow to draw with one
+
+
 def draw_timeline(axes: Axes, timeline: Timeline, transfers: str, labels: list[str] | None = None,
                   span_s: float | None = None) -> None:
     """Gantt chart of one step: a row a stage, F and B with their micro-batch's number where it fits, the transfers each
@@ -78,8 +83,9 @@ def draw_timeline(axes: Axes, timeline: Timeline, transfers: str, labels: list[s
             arrive, send = timeline.arrive_s[kind, s] * scale, timeline.send_s[kind, s] * scale
             if send > 0:
                 top = s + OP_HEIGHT / 2 + (0.02 if kind == F else 0.02 + SEND_HEIGHT)
+                hatch = "////" if S * M <= HATCHED else None
                 axes.broken_barh(_bars(arrive - send, arrive), (top, SEND_HEIGHT), facecolor=OP_COLORS[kind],
-                                 edgecolor=GREY, linewidth=0.3, hatch="////")
+                                 edgecolor=GREY, linewidth=0.3, hatch=hatch)
         if timeline.all_reduce_s[s] > 0:
             last = timeline.arrive_s if transfers == "blocking" else timeline.end_s
             axes.broken_barh([(last[:, s].max() * scale, timeline.all_reduce_s[s] * scale)],
@@ -107,6 +113,18 @@ def timeline_figure(timeline: Timeline, transfers: str, labels: list[str]) -> Fi
     return figure
 
 
+def points(name: str) -> dict:
+    """Arguments of `Axes.plot` for a planner's markers."""
+    color, _, marker = LINES[name]
+    return {"color": color, "marker": marker, "markersize": 3.5, "linestyle": "none", "label": name,
+            "markerfacecolor": "white" if name in OPEN else color, "markeredgewidth": 0.8}
+
+
+def line(name: str) -> dict:
+    """Arguments of `Axes.plot` for a planner's line with markers."""
+    return points(name) | {"linestyle": LINES[name][1]}
+
+
 def draw_ecdf(axes: Axes, ratios: dict[str, np.ndarray]) -> None:
     """Share of problems up to each ratio of steps, a line a planner; NaN (no plan) stays above every ratio."""
     for name, values in ratios.items():
@@ -116,7 +134,7 @@ def draw_ecdf(axes: Axes, ratios: dict[str, np.ndarray]) -> None:
                   np.arange(len(there) + min(len(there), 1)) / max(len(values), 1), where="post", color=color,
                   linestyle=dashes, label=name)
     axes.axvline(1.0, color="black", linewidth=0.5)
-    ratio_axis(axes.xaxis)
+    log_axis(axes.xaxis)
     axes.set_ylim(0.0, 1.0)
 
 
@@ -125,20 +143,46 @@ def draw_intervals(axes: Axes, means: dict[str, np.ndarray], lows: dict[str, np.
     """Means with intervals: a row a group, within it a marker for each name; x a ratio of steps, logarithmic."""
     height = 0.8 / len(means)
     for i, name in enumerate(means):
-        color, _, marker = LINES[name]
         y = np.arange(len(groups)) + (i - (len(means) - 1) / 2) * height
-        axes.hlines(y, lows[name], highs[name], color=color, linewidth=0.8)
-        axes.plot(means[name], y, marker, color=color, markersize=3.5, linestyle="none", label=name)
+        axes.hlines(y, lows[name], highs[name], color=LINES[name][0], linewidth=0.8)
+        axes.plot(means[name], y, **points(name))
     for edge in range(1, len(groups)):
         axes.axhline(edge - 0.5, color="#DDDDDD", linewidth=0.5, zorder=0)
     axes.axvline(1.0, color="black", linewidth=0.5)
-    axes.set_yticks(range(len(groups)), groups)
-    axes.set_ylim(len(groups) - 0.5, -0.5)
+    _rows(axes, groups)
+    log_axis(axes.xaxis)
+
+
+def draw_gaps(axes: Axes, gaps: list[tuple[dict, np.ndarray, np.ndarray, np.ndarray]], names: list[str]) -> None:
+    """Gaps in % with intervals, a row a name: for each series (arguments of `Axes.plot`, means, lows, highs)."""
+    for i, (look, mean, low, high) in enumerate(gaps):
+        y = np.arange(len(names)) + (i - (len(gaps) - 1) / 2) * 0.66 / len(gaps)
+        axes.hlines(y, low, high, color=look["color"], linewidth=0.8)
+        axes.plot(mean, y, **look)
+    _rows(axes, names)
+    ends = np.concatenate([values for _, *series in gaps for values in series])
+    gap_axis(axes, "x", ends)
+    axes.axvline(0.0, color="black", linewidth=0.5)
+    axes.set_xlabel("gap to long annealing [%]")
+
+
+def gap_axis(axes: Axes, which: str, values: np.ndarray) -> None:
+    """Make the axis "x" or "y" one of gaps in %, linear up to 1 and logarithmic beyond, wide enough for `values`."""
+    low, high = min(1.3 * np.nanmin(values), -0.5), max(1.3 * np.nanmax(values), 1.5)
+    ticks = [tick for tick in (-100, -10, -1, 0, 1, 3, 10, 30, 100, 1000) if low <= tick <= high]
+    getattr(axes, f"set_{which}scale")("symlog", linthresh=1.0)
+    getattr(axes, f"set_{which}ticks")(ticks, [str(tick) for tick in ticks])
+    getattr(axes, f"set_{which}lim")(low, high)
+    getattr(axes, f"{which}axis").set_minor_locator(NullLocator())
+
+
+def _rows(axes, names):
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
-    ratio_axis(axes.xaxis)
 
 
-def ratio_axis(axis) -> None:
+def log_axis(axis: Axis) -> None:
     """Logarithmic, with plain numbers at 1, 2, 5 of each decade."""
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))

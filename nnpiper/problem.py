@@ -83,8 +83,8 @@ class Problem:
         _check_count("stages", self.stages, limit, f"an integer from 1 to min(L, K) = {limit}")
         _check_count("micro_batches", self.micro_batches, MAX_MICRO_BATCHES,
                      f"an integer from 1 to {MAX_MICRO_BATCHES}")
-        _check_choice("schedule", self.schedule, SCHEDULES)
-        _check_choice("transfers", self.transfers, TRANSFERS)
+        check_choice("schedule", self.schedule, SCHEDULES)
+        check_choice("transfers", self.transfers, TRANSFERS)
         object.__setattr__(self, "stages", int(self.stages))
         object.__setattr__(self, "micro_batches", int(self.micro_batches))
 
@@ -165,7 +165,9 @@ class Strategy:
         end with the last of `layers`, if given."""
         cuts, groups, expected = [], [], 0
         for part in text.split("|"):
-            match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?@(\d{1,9}(?:,\d{1,9})*)", re.sub(r"\s", "", part), re.ASCII)
+            # space around a sign is of no account, but between two digits a sign is missing
+            match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?@(\d{1,9}(?:,\d{1,9})*)",
+                                 re.sub(r"\s*([-@,])\s*", r"\1", part.strip()), re.ASCII)
             if not match:
                 raise InputError(f"strategy: stage {part.strip()!r}; allowed: first-last@device,device")
             first, last = int(match[1]), int(match[2] or match[1])
@@ -228,8 +230,7 @@ class _ProblemFile(BaseModel):
     transfers: Literal[TRANSFERS] = "blocking"
 
 
-class _StrategyFile(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class _StrategyFile(BaseModel):  # further fields are let pass: a line of `nnpiper solve --json` is a strategy file, too
     cuts: list[_Count]
     groups: list[list[_Count]]
 
@@ -237,7 +238,7 @@ class _StrategyFile(BaseModel):
 def read_json(path, model: type[BaseModel]) -> BaseModel:
     """Read a JSON file into a pydantic model. Raises InputError: one line with file, field, value, what is allowed."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")  # with or without a byte order mark
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise InputError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}; "
                          "allowed: a UTF-8 JSON file") from None
@@ -302,6 +303,7 @@ def _check_count(name, value, limit, allowed):
         raise InputError(f"{name}: {value!r}; allowed: {allowed}")
 
 
-def _check_choice(name, value, choices):
-    if value not in choices:
+def check_choice(name: str, value, choices: tuple[str, ...]) -> None:
+    """Raise InputError unless the value of a field is one of the choices."""
+    if not isinstance(value, str) or value not in choices:
         raise InputError(f"{name}: {value!r}; allowed: {', '.join(choices)}")

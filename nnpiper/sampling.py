@@ -31,7 +31,7 @@ def initial(A: int, N: int, K: int) -> Partial:
 
 @njit(cache=True, fastmath=True)
 def fill_context(state, S, speed, whole, last, group, free, weight, bias, out):
-    """out [A, N, D]: the query's input, as Network.context has it. weight [features, D], bias [D]."""
+    """out [A, N, D]: the query's input, as Network.logits makes it. weight [features, D], bias [D]."""
     A, N, D = out.shape
     K = speed.shape[1]
     for a in range(A):

@@ -14,7 +14,7 @@ from numba import get_num_threads, njit, prange, set_num_threads
 
 from . import cost, schedule
 from .cost import ALL_REDUCE, BACKWARD, FORWARD, SEND_BACKWARD, SEND_FORWARD, StageArrays
-from .problem import Problem, Strategy
+from .problem import SCHEDULES, TRANSFERS, Problem, Strategy, check_choice
 from .schedule import F
 
 
@@ -45,7 +45,10 @@ class Timeline:
 
 
 def simulate(stages: StageArrays, schedule_name: str, micro_batches: int, transfers: str) -> float:
-    """Step time in s of stage arrays under a schedule ("1f1b", "gpipe") and transfers ("blocking", "overlapped")."""
+    """Step time in s of stage arrays under a schedule ("1f1b", "gpipe") and transfers ("blocking", "overlapped").
+    Raises InputError for other names."""
+    check_choice("schedule", schedule_name, SCHEDULES)
+    check_choice("transfers", transfers, TRANSFERS)
     S = len(stages.forward_s)
     ops = op_table(schedule_name, S, micro_batches)
     return run_step(ops, stages.matrix(), transfers == "blocking", workspace(S, micro_batches))

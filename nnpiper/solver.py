@@ -17,11 +17,15 @@ from .problem import InputError, Problem, Strategy
 from .search import Search, better, random_state
 
 SAMPLES = 64  # groupings
+SAMPLES_ALONE = 128  # without polish
 DIVISIONS = 4  # of the layers, for each grouping
 MOVES = 6000  # of polish without a budget
-STARTS = 4  # samples that are polished
-CHUNK = 250  # moves between two looks at the clock
-HOT, COLD = 0.004, 0.0003  # temperature of the polish, relative to the step
+STARTS = 3  # samples that are polished
+CHUNK = 250  # moves between two looks at the clock; fewer where one simulation takes long
+CHUNK_OPS = 1 << 21  # that a chunk simulates at most, a few milliseconds
+SAMPLING_PART = 0.4  # of a budget; large problems get fewer samples, at least FEWEST
+FEWEST = 4
+HOT, COLD = 0.03, 0.0005  # temperature of the polish, relative to the step
 HOT_OVER_MEMORY = 0.1  # a plan that does not fit has to be left, not refined
 
 
@@ -42,16 +46,20 @@ class NNPiper:
         return cls(checkpoint.load(path))
 
     def solve(self, problem: Problem, budget_s: float | None = None, seed: int = 0, polish: bool = True,
-              samples: int = SAMPLES, moves: int = MOVES) -> Strategy:
+              samples: int | None = None, moves: int = MOVES) -> Strategy:
         """The best strategy found: feasible if any feasible one was met, else the one with the least bytes over memory.
 
-        With budget_s the polish goes on until that many seconds have gone since the call; without, it makes `moves`
-        moves, and the same seed gives the same strategy. Without polish: the best of the network's samples. Where no
-        sample is feasible, the plan that fills the devices by falling memory joins them.
+        With budget_s the polish goes on until that many seconds have gone since the call, and fewer samples are drawn
+        where all of them would use it up; without, it makes `moves` moves, and the same seed gives the same strategy.
+        Without polish: the best of the network's samples. Where no sample is feasible, the plan that fills the devices
+        by falling memory joins them.
         """
         begin = time.perf_counter()
         if budget_s is not None and not 0 < budget_s < math.inf:
             raise InputError(f"budget_s: {budget_s}; allowed: a positive, finite number of seconds")
+        samples = samples or (SAMPLES if polish else SAMPLES_ALONE)
+        if budget_s is not None:
+            samples = min(samples, _affordable(problem, (SAMPLING_PART if polish else 0.8) * budget_s))
         states, step_s, overflow = self.sample(problem, samples, seed)
         if overflow.min() > 0:
             states, step_s, overflow = _with_memory_plan(problem, states, step_s, overflow)
@@ -76,6 +84,14 @@ class NNPiper:
         states = batch.strategies(plans.actions.numpy(), share)
         step_s, overflow = batch.step_times(*states)
         return tuple(a[0] for a in states), step_s[0], overflow[0]
+
+
+def _affordable(problem, seconds):
+    """How many samples about fit into so much time: fitted to what one core of a server took, K, S <= 64, L <= 500."""
+    K, S = problem.devices, problem.stages
+    fixed_ms = 2.5 + 0.16 * K
+    each_ms = 6e-5 * (K * K + problem.layers) + 5e-5 * S * (80 + S) + 1.6e-5 * S * problem.micro_batches
+    return max(int(min((1e3 * seconds - fixed_ms) / each_ms, 1e6)), FEWEST)
 
 
 def _with_memory_plan(problem, states, step_s, overflow):
@@ -103,16 +119,17 @@ def _distinct(states, step_s, order):
 def _polish(problem, starts, hot, moves, deadline, rng):
     """Anneal from each start for an equal part of the moves (or of the time), from hot to COLD."""
     search, seed = Search(problem), random_state(rng)
+    chunk = max(min(CHUNK, CHUNK_OPS // len(search.ops)), 1)
     best, best_step, best_overflow = None, np.inf, np.inf
     for i, state in enumerate(starts):
-        for temperature, count in _cooling(hot, moves // len(starts), deadline, len(starts) - i):
+        for temperature, count in _cooling(hot, moves // len(starts), deadline, len(starts) - i, chunk):
             found, step, overflow = search.run(state, count, temperature, seed)
             if better(step, overflow, best_step, best_overflow):
                 best, best_step, best_overflow = found, step, overflow
     return best if best is not None else starts[0]
 
 
-def _cooling(hot, moves, deadline, parts):
+def _cooling(hot, moves, deadline, parts, chunk):
     """(temperatures, moves) of the chunks of one start: so many moves, or a fair part of the time to the deadline."""
     if deadline is None:
         yield (hot, COLD), moves
@@ -123,7 +140,7 @@ def _cooling(hot, moves, deadline, parts):
     while last + longest < end:
         gone = (last - begin) / (end - begin)
         temperature = hot * (COLD / hot) ** gone
-        yield (temperature, temperature), CHUNK
+        yield (temperature, temperature), chunk
         now = time.perf_counter()
         longest, last = max(longest, now - last), now
 

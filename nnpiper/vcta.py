@@ -16,6 +16,7 @@ import contextlib
 import csv
 import io
 import os
+import pickle
 import platform
 import time
 from dataclasses import asdict, dataclass
@@ -69,6 +70,7 @@ def train(out: Path, recipe: Recipe = Recipe(), progress: bool = True) -> Path:
 
 def _train(out, recipe, progress, rank, world):
     target, resume, log = out / "nnpiper.pt", out / "resume.pt", out / "log.csv"
+    out.mkdir(parents=True, exist_ok=True)  # says at once, not after minutes, that a folder cannot be made
     torch.manual_seed(recipe.seed)
     network = Network(recipe.size, recipe.blind)
     optimizer = torch.optim.AdamW(network.parameters(), lr=recipe.learning_rate, weight_decay=0.01)
@@ -76,14 +78,18 @@ def _train(out, recipe, progress, rank, world):
                                                pct_start=0.05 if recipe.steps > 20 else 0.3)  # at 20 it would fail
     done, rows, losses, minutes = 0, [], [], 0.0
     if resume.exists():
-        state = torch.load(resume, weights_only=True)
+        try:
+            state = torch.load(resume, weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+            raise InputError(f"{resume}: cannot be read: {checkpoint.first_line(error)}; allowed: a state that "
+                             "`nnpiper train` wrote, or no such file") from None
         if state["recipe"] != asdict(recipe):
             raise InputError(f"{resume}: recipe {state['recipe']}; allowed: {asdict(recipe)}, or an empty folder")
         network.load_state_dict(state["network"])
         optimizer.load_state_dict(state["optimizer"])
         rate.load_state_dict(state["rate"])
         done, rows, losses, minutes = state["done"], state["rows"], state["losses"], state["minutes"]
-    validation = Validation(recipe.seed) if rank == 0 and done < recipe.steps else None
+    validation = Validation(recipe.seed, min(24, recipe.steps)) if rank == 0 and done < recipe.steps else None
     begin, saved = time.perf_counter() - 60 * minutes, time.perf_counter()
     for step in tqdm(range(done, recipe.steps), initial=done, total=recipe.steps, disable=not progress,
                      mininterval=1.0):

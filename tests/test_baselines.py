@@ -274,4 +274,6 @@ def test_planners_name_their_caps():
         metis.solve(random_problem(np.random.default_rng(0), K=10, L=12, S=10))
     with pytest.raises(PlannerLimit, match="exact: .* of 8 devices, 26 layers and 8 stages; allowed: at most"):
         exact.solve(random_problem(np.random.default_rng(0), K=8, L=26, S=8))
+    with pytest.raises(PlannerLimit, match="alpa-hetero: tables of 3.19e.09 bytes for 2080 runs of 64 devices"):
+        alpa_hetero.solve(random_problem(np.random.default_rng(0), K=64, L=80, S=1))
     assert metis.solve(plain_problem(L=12, K=10, S=10)).groups  # equal devices need no reordering

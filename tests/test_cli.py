@@ -200,7 +200,7 @@ def test_simulate(problem, problem_file, strategy_file, capsys):
     answer = json.loads(out)
     assert (code, err) == (0, "")
     assert answer["step_s"] == simulator.step_time(problem, strategy)
-    assert answer["lower_bound_s"] == simulator.lower_bound(problem, strategy) <= answer["step_s"]
+    assert answer["strategy_bound_s"] == simulator.lower_bound(problem, strategy) <= answer["step_s"]
     assert answer["groups"] == [[0], [1, 3], [2]] and len(answer["stages"]) == 3
     code, out, _ = run(capsys, "simulate", problem_file, strategy_file)
     assert code == 0 and f"step {answer['step_s']:.4g} s" in out and "2-3@1,3" in out

@@ -120,6 +120,12 @@ def test_json_round_trip(tmp_path_factory, seed):
     assert Problem.from_file(path).to_json() == problem.to_json()
 
 
+def test_a_byte_order_mark_is_skipped(problem, tmp_path):
+    path = tmp_path / "problem.json"
+    path.write_bytes(b"\xef\xbb\xbf" + problem.to_json().encode())
+    assert same(Problem.from_file(path), problem)
+
+
 def test_json_is_plain_json(problem):
     def no_constant(text):
         raise AssertionError(text)
@@ -208,6 +214,7 @@ def test_strategy_text():
     strategy = Strategy((7, 13), ((3,), (4, 1), (0,)))
     assert strategy.text(26) == "0-6@3 | 7-12@1,4 | 13-25@0"
     assert Strategy((), ((2,),)).text(1) == "0-0@2"
+    assert Strategy.parse(" 0 - 6 @3\t,  4 |7-12 @ 1\n") == Strategy((7,), ((3, 4), (1,)))
     assert Strategy.parse("0@2") == Strategy((), ((2,),))
     assert Strategy.parse("0-6@3 | 7-12@1", layers=13).cuts == (7,)
     with pytest.raises(InputError, match="last layer 12; allowed: 25"):
@@ -216,7 +223,7 @@ def test_strategy_text():
 
 @pytest.mark.parametrize("text", [
     "", "|", "0-6", "@3", "0-6@", "0-6@3,", "0-6@a", "1-6@3", "0-6@3 | 8-9@1", "0-6@3 | 6-9@1", "6-0@3", "0-6@3 7-9@1",
-    "0-6@-3", "0-6@3 |", "0-6@3 | 7-9@1 | 7-9@2", "0-6@1.5", "0-6@٣", "0-6@3\n1-2@4", "0-" + "9" * 5000 + "@1"])
+    "0-6@-3", "0-6@3 |", "0-6@3 | 7-9@1 | 7-9@2", "0-6@1.5", "0-6@1 2", "0-6@1,2  3", "0 1-2@3", "0-6@٣", "0-6@3\n1-2@4", "0-" + "9" * 5000 + "@1"])
 def test_text_that_is_no_strategy(text):
     with pytest.raises(InputError, match="^strategy: stage .*; *allowed"):
         Strategy.parse(text)
@@ -258,7 +265,7 @@ def test_strategy_files(problem, tmp_path):
     for text, field in (
             ('{"cuts": [1]}', "groups"), ('{"cuts": [1.5], "groups": [[0], [1]]}', "cuts.0"),
             ('{"cuts": [1], "groups": [0, 1]}', "groups.0"), ('{"cuts": [1], "groups": [["0"], [1]]}', "groups.0.0"),
-            ('{"cuts": [true], "groups": [[0], [1]]}', "cuts.0"), ('{"cuts": [], "groups": [], "x": 1}', "x")):
+            ('{"cuts": [true], "groups": [[0], [1]]}', "cuts.0"), ('{"cuts": [], "group": []}', "groups")):
         path.write_text(text)
         with pytest.raises(InputError) as caught:
             Strategy.from_file(path)

@@ -147,7 +147,32 @@ def test_a_budget_that_sampling_uses_up_gives_the_best_sample(piper, monkeypatch
     problem = random_problem(np.random.default_rng(6), K=6, L=12, S=4, M=4)
     clock = Clock(monkeypatch, 0.05, 0.001)
     strategy = piper.solve(problem, budget_s=0.02)
-    assert clock.chunks == 0 and strategy == piper.solve(problem, polish=False)
+    assert clock.chunks == 0 and strategy == piper.solve(problem, polish=False, samples=solver.SAMPLES)
+
+
+def test_large_problems_get_fewer_samples_within_a_budget(piper, monkeypatch):
+    """Sampling has no clock: all samples of 40 devices would take longer than 20 ms."""
+    drawn_samples = []
+    sample = NNPiper.sample
+    monkeypatch.setattr(NNPiper, "sample", lambda *a: drawn_samples.append(a[2]) or sample(a[0], a[1], 4, a[3]))
+    for K, S, M, budget_s in ((16, 16, 64, 0.02), (24, 8, 32, 0.02), (40, 40, 64, 0.02), (8, 8, 32, 0.001),
+                              (40, 40, 64, 1e9), (40, 40, 64, None)):
+        problem = random_problem(np.random.default_rng(10), K=K, L=60, S=S, M=M)
+        piper.solve(problem, budget_s=budget_s, polish=False)
+    assert min(drawn_samples[:2]) > drawn_samples[2] > solver.FEWEST
+    assert drawn_samples[3:] == [solver.FEWEST, solver.SAMPLES_ALONE, solver.SAMPLES_ALONE]
+
+
+def test_chunks_of_long_steps_are_short(piper, monkeypatch):
+    """Between two looks at the clock at most CHUNK_OPS operations are simulated."""
+    counts = []
+    run = solver.Search.run
+    monkeypatch.setattr(solver.Search, "run", lambda self, state, moves, *rest: counts.append(moves) or run(
+        self, state, moves, *rest))
+    for M in (8, 4096):
+        piper.solve(random_problem(np.random.default_rng(11), K=6, L=12, S=6, M=M), budget_s=1.0)
+        assert set(counts) == {min(solver.CHUNK, solver.CHUNK_OPS // (2 * 6 * M))}
+        counts.clear()
 
 
 def test_a_longer_budget_is_not_worse_in_the_mean(piper, monkeypatch):
@@ -216,6 +241,18 @@ def test_a_pickle_with_code_in_it_is_refused_even_with_a_card_of_its_own(saved, 
     card = json.loads(checkpoint.card_path(path).read_text())
     card["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
     checkpoint.card_path(path).write_text(json.dumps(card))
+    refused(path)
+
+
+def test_bytes_that_are_no_checkpoint_are_refused_even_with_a_card_of_their_own(saved):
+    _, path = saved
+    card = json.loads(checkpoint.card_path(path).read_text())
+    for data in (b"", b"x", pickle.dumps([1], 2)):
+        path.write_bytes(data)
+        checkpoint.card_path(path).write_text(json.dumps(card | {"sha256": hashlib.sha256(data).hexdigest()}))
+        refused(path)
+    checkpoint.card_path(path).write_text(json.dumps(card | {
+        "sha256": hashlib.sha256(data).hexdigest(), "size": card["size"] | {"width": "wide"}}))
     refused(path)
 
 

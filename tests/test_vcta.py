@@ -271,6 +271,21 @@ def test_another_recipe_is_refused(tmp_path, cheap_validation):
         assert len(str(caught.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize("data", [b"", b"x", b"PK\x03\x04" + 100 * b"0"])
+def test_a_broken_state_is_refused_with_one_line(tmp_path, data):
+    (tmp_path / "resume.pt").write_bytes(data)
+    with pytest.raises(InputError, match="resume.pt: cannot be read: .+; allowed") as caught:
+        vcta.train(tmp_path, RECIPE, progress=False)
+    assert "\n" not in str(caught.value) and [path.name for path in tmp_path.iterdir()] == ["resume.pt"]
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(vcta, "contrast_step", lambda *_: pytest.fail("trained"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError):
+        vcta.train(tmp_path / "file" / "run", RECIPE, progress=False)
+
+
 def test_unknown_choices_are_refused():
     with pytest.raises(InputError, match="contrast: 'ranks'; allowed"):
         Recipe(contrast="ranks")

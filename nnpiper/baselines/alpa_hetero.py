@@ -10,6 +10,8 @@ layers of both stages; where devices differ in speed alone the shares depend on 
 1. the relaxed program takes each share at its least over all stages of a run that end (or start) at the boundary. Its
    state is (stage, run, first layer), its value a lower bound, and its plan often attains it.
 2. else the exact program over states (stage, run, first layer, last layer) that the bounds from both sides leave.
+Cap: MAX_BYTES, what the tables of all runs take.
+
 Symbols: R runs, run r holds devices first[r] .. last[r] - 1; i, j first layer of a stage and of the next.
 """
 
@@ -22,7 +24,9 @@ from .. import cost
 from ..cost import ALL_REDUCE, BACKWARD, FORWARD, SEND_BACKWARD, SEND_FORWARD
 from ..problem import MAX_VALUE, Problem, Strategy
 from . import caps
+from .assignments import PlannerLimit
 
+MAX_BYTES = 2 * 10**9  # K = 56 devices with 80 layers stay below it
 TIGHT = 1e-9  # relative; a plan this close to its lower bound is optimal
 
 
@@ -37,7 +41,13 @@ class Tables(NamedTuple):
 
 
 def solve(problem: Problem) -> Strategy:
-    """The plan with the least objective; where nothing fits in memory, that without a limit."""
+    """The plan with the least objective; where nothing fits in memory, that without a limit. Raises PlannerLimit."""
+    L, K, longest = problem.layers, problem.devices, problem.devices - problem.stages + 1
+    runs = sum(min(longest, K - first) for first in range(K))
+    size = 8 * runs * (L + 1) * (runs + 2 * (L + 1) + 2 * K)
+    if size > MAX_BYTES:
+        raise PlannerLimit(f"alpa-hetero: tables of {size:.3g} bytes for {runs} runs of {K} devices and {L} layers; "
+                           f"allowed: at most {MAX_BYTES:.3g}")
     plan = _plan(problem)
     if plan is None:
         plan = _plan(problem.replace(memory_bytes=np.full(problem.devices, MAX_VALUE)))

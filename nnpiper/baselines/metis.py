@@ -6,10 +6,11 @@ matrix says more). The paper enumerates orders of device types and shapes of gro
 devices to S stages in order, where interchangeable devices count once.
 
 The load balancer of an assignment: layers in proportion to the speed of the groups (1 / time for all layers, summed
-over the devices), rounded so that the most overloaded group is least so; up to ATTEMPTS times, where a stage overflows its memory, its share is cut to 0.9 of what fits and
-the rest goes to the stages with room, in proportion to that room; then layers move from the slowest stage to its
-neighbours one by one while that improves the objective. Unlike the published code, the result does not depend on
-hashing, and any number of devices is allowed. Plans that fit in memory come first.
+over the devices), rounded so that the most overloaded group is least so; up to ATTEMPTS times, where a stage overflows
+its memory, its share is cut to 0.9 of what fits and the rest goes to the stages with room, in proportion to that room;
+then layers move from the slowest stage to its neighbours one by one while that improves the objective. Unlike the
+published code, the result does not depend on hashing, and any number of devices is allowed. Plans that fit in memory
+come first.
 
 Cap: MAX_ASSIGNMENTS; K = 8 devices that all differ stay below it for every S.
 """

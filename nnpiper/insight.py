@@ -114,6 +114,7 @@ def files_read_by_training(steps: int = 1) -> list[str]:
     elsewhere = {"/proc", "/sys", "/dev", sys.prefix, sys.base_prefix, os.environ["NUMBA_CACHE_DIR"]}
     return sorted(path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else str(path) for path in opened
                   if path.is_file() and path.suffix not in (".py", ".pyc", ".so")
+                  and not path.parent.name.endswith(".egg-info")  # of the editable installation
                   and not any(path.is_relative_to(place) for place in elsewhere))
 
 

@@ -89,7 +89,7 @@ def _train(out, recipe, progress, rank, world):
         optimizer.load_state_dict(state["optimizer"])
         rate.load_state_dict(state["rate"])
         done, rows, losses, minutes = state["done"], state["rows"], state["losses"], state["minutes"]
-    validation = Validation(recipe.seed, min(24, recipe.steps)) if rank == 0 and done < recipe.steps else None
+    validation = Validation(recipe.seed, instances=min(24, recipe.steps)) if rank == 0 and done < recipe.steps else None
     begin, saved = time.perf_counter() - 60 * minutes, time.perf_counter()
     for step in tqdm(range(done, recipe.steps), initial=done, total=recipe.steps, disable=not progress,
                      mininterval=1.0):

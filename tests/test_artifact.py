@@ -293,7 +293,9 @@ def test_ctrl_c_ends_with_130_and_no_kernel_left(root):
 
     write_notebook(root, "01_first", WRITE.format("pid.txt", "str(__import__('os').getpid())"),
                    "import time\ntime.sleep(120)", writes=["pid.txt"])
-    code = ("import sys, pathlib; from nnpiper import artifact; root = pathlib.Path(sys.argv[1]); "
+    # the tests may run as a shell's background job, whose children ignore ctrl-c
+    code = ("import signal, sys, pathlib; signal.signal(signal.SIGINT, signal.default_int_handler); "
+            "from nnpiper import artifact; root = pathlib.Path(sys.argv[1]); "
             "artifact.ROOT = root; artifact.FIGURES = root / 'figures'; artifact.NOTEBOOKS = root / 'notebooks'; "
             "artifact.CHECKPOINT = root / 'net.pt'; sys.exit(artifact.main([]))")
     process = subprocess.Popen([sys.executable, "-c", code, str(root)], cwd=ROOT, stderr=subprocess.PIPE, text=True)

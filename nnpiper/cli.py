@@ -117,7 +117,7 @@ def simulate(
 
 @app.command()
 def train(
-    steps: Annotated[int, typer.Option(help="Training steps.", metavar="N")] = 8000,
+    steps: Annotated[int, typer.Option(help="Training steps.", metavar="N")] = 13000,
     seed: Annotated[int, typer.Option(help="Seed of weights and virtual instances.", metavar="N")] = 0,
     out: Annotated[Path, typer.Option(help="Folder of the checkpoint, its card and log; a run that was killed goes on "
                                            "from here.", metavar="FOLDER")] = Path("runs/nnpiper"),

@@ -40,7 +40,7 @@ LOG_FIELDS = ["step", "minutes", "loss", "gap_greedy", "gap_best", "gap_groups_g
 class Recipe:
     """How to train."""
 
-    steps: int = 8000
+    steps: int = 13000
     seed: int = 0
     instances: int = 64  # a step, over all processes
     groupings: int = 16  # N, an instance

@@ -34,10 +34,8 @@ def solve(problem: Problem) -> Strategy:
 
 def objective(problem: Problem, strategy: Strategy) -> float:
     """s of sum C + (M - 1) max C on equal devices."""
-    load = _loads(chain.equal_devices(problem))
-    bounds = strategy.bounds(problem.layers)
-    stages = [load[len(group), bounds[s], bounds[s + 1]] for s, group in enumerate(strategy.groups)]
-    return float(sum(stages) + (problem.micro_batches - 1) * max(stages))
+    stages = chain.stage_loads(_loads(chain.equal_devices(problem)), strategy)
+    return sum(stages) + (problem.micro_batches - 1) * max(stages)
 
 
 @njit(cache=True)

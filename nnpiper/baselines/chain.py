@@ -10,7 +10,7 @@ import numpy as np
 from numba import njit
 
 from .. import schedule
-from ..problem import Problem
+from ..problem import Problem, Strategy
 
 
 class Equal(NamedTuple):
@@ -81,6 +81,12 @@ def program(load, e, memory, S, cap, bottleneck):
                             value[j, k + n] = new
                             choice[s, j, k + n, 0], choice[s, j, k + n, 1] = i, n
     return value[L], choice
+
+
+def stage_loads(load: np.ndarray, strategy: Strategy) -> list[float]:
+    """[S] s of a strategy's stages from load [K + 1, L + 1, L + 1]."""
+    bounds = strategy.bounds(load.shape[1] - 1)
+    return [float(load[len(group), bounds[s], bounds[s + 1]]) for s, group in enumerate(strategy.groups)]
 
 
 def read_plan(choice, devices: int) -> tuple[list[int], list[int]]:

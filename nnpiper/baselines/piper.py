@@ -26,9 +26,7 @@ def solve(problem: Problem) -> Strategy:
 
 def objective(problem: Problem, strategy: Strategy) -> float:
     """s of the largest load on equal devices."""
-    load = _loads(chain.equal_devices(problem))
-    bounds = strategy.bounds(problem.layers)
-    return float(max(load[len(group), bounds[s], bounds[s + 1]] for s, group in enumerate(strategy.groups)))
+    return max(chain.stage_loads(_loads(chain.equal_devices(problem)), strategy))
 
 
 @njit(cache=True)

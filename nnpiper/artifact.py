@@ -150,13 +150,15 @@ def _report_claims(out, mode, console):
 
     listed, path = read_claims(DATA / "claims.json"), out / "claims.json"
     found = {row["id"]: row for row in json.loads(path.read_text(encoding="utf-8"))}
-    table = Table("claim", "measure", "paper", "this artifact", "verdict", box=box.SIMPLE_HEAD)
+    table = Table("claim", "measure", "bound", "this artifact", "verdict", box=box.SIMPLE_HEAD)
     for claim in listed:
         row = found.get(claim.id, {"number": None, "verdict": "absent"})
         number = "-" if row["number"] is None else f"{row['number']:.4g} {claim.unit}"
-        table.add_row(claim.id, claim.measure, claim.paper, number, row["verdict"])
+        table.add_row(claim.id, claim.measure, claim.bound, number, row["verdict"])
     Console(highlight=False, markup=False).print(table)
     folder = out.relative_to(ROOT)
+    if mode == "smoke":
+        console.print("a smoke run: far too few problems for these numbers to be results")
     console.print(f"in full: {folder}/claims.md; tables, figures and provenance.json: {folder}/")
     broken = broken_checks(listed, path, compare_verdicts=mode == "full")
     for line in broken:

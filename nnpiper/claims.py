@@ -52,8 +52,9 @@ class Claim(BaseModel):
         return self.paper_low is not None or self.paper_high is not None
 
     @property
-    def paper(self) -> str:
-        """The paper's number as text: 17.975 %, 16 to 25 %, at most 36 ms."""
+    def bound(self) -> str:
+        """What the number is held to, as text: 17.975 %, 16 to 25 %, at most 36 ms. Where the abstracts give no number
+        it is this artifact's reading, for which the tolerance gives the reason."""
         low, high = self.paper_low, self.paper_high
         if not self.testable:
             return "-"

@@ -135,7 +135,7 @@ def claims_table(judged: list[claims.Judged]) -> pd.DataFrame:
         tolerance = f"{claim.tolerance:g} {claim.unit}: ".replace(" :", ":") if claim.testable else ""
         rows.append({
             "id": claim.id, "statement": f"{claim.statement} ({claim.source})", "measure": claim.measure,
-            "paper": claim.paper, "this artifact": f"{number} ({j.detail})" if j.detail else number,
+            "bound": claim.bound, "this artifact": f"{number} ({j.detail})" if j.detail else number,
             "tolerance": tolerance + claim.tolerance_reason, "verdict": j.verdict, "notebook": claim.notebook,
             "command": claim.command})
     return pd.DataFrame(rows)

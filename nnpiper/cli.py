@@ -47,8 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
 @app.command()
 def solve(
     problems: Annotated[list[Path], typer.Argument(metavar="PROBLEM.json", help="Problem files.")],
-    planner: Annotated[str, typer.Option(help=f"One of {', '.join(PLANNERS)}; network is the best sample of nnpiper's network, without polish.",
-                                         metavar="NAME")] = "nnpiper",
+    planner: Annotated[str, typer.Option(help=f"One of {', '.join(PLANNERS)}; network is the best sample of "
+                                              "nnpiper's network, without polish.", metavar="NAME")] = "nnpiper",
     budget_ms: Annotated[float | None, typer.Option(
         help=f"Time to solve a problem in, for nnpiper and network (default {DEFAULT_BUDGET_MS:g}) and anneal "
              "(default: as long as it takes); the others take the time they need.", metavar="B")] = None,

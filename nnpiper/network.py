@@ -2,9 +2,9 @@
 
 Two parts share one encoding of the devices. The *pointer* builds the groups stage by stage: at each step it picks a
 device that opens the next stage or joins the open one, or stops and leaves the rest unused. The *divider* reads the
-chosen stages and says which share of the work each gets, as a correction of its share of the speed; shares become cuts
-at layer boundaries (`search.cuts_by_share`). All costs enter as ratios to the balanced stage time, so the scale does not matter, and
-one set of weights serves any L, K, S and M. The network knows the problem's arrays and no planner.
+chosen stages and says which share of the work each gets, as a correction of its share of the speed; shares become
+cuts at layer boundaries (`search.cuts_by_share`). All costs enter as ratios to the balanced stage time, so the scale
+does not matter, and one set of weights serves any L, K, S and M. The network knows the problem's arrays and no planner.
 
 Symbols: A batch of problems (equal K and S), N strategies drawn for each, T = K steps, K devices, S stages, D width.
 """

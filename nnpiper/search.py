@@ -30,8 +30,7 @@ class Search:
         self.rules = problem.transfers == "blocking", problem.schedule == "1f1b", M
         self.space = simulator.workspace(S, M)
         costs = [np.zeros(shape) for _ in range(2) for shape in ((5, S), K, S)]
-        speed = 1.0 / np.maximum((problem.forward_s + problem.backward_s).sum(axis=0), 1e-30)
-        self.scratch = *costs, np.zeros(K), np.zeros(S, np.int64), speed
+        self.scratch = *costs, np.zeros(K), np.zeros(S, np.int64), device_speed(problem.forward_s + problem.backward_s)
 
     def run(self, state, moves: int, temperature: tuple[float, float], random_state: np.ndarray):
         """`moves` moves from `state` (bounds, order, starts), temperature falling geometrically from the first to the
@@ -59,9 +58,13 @@ def proportional_state(problem: Problem, devices: np.ndarray):
     L, K, S = problem.layers, problem.devices, problem.stages
     starts = np.round(np.linspace(0, K, S + 1)).astype(np.int64)
     layer_s = problem.forward_s + problem.backward_s  # [L, K]
-    speed = 1.0 / np.maximum(layer_s.sum(axis=0), 1e-30)
-    share = np.add.reduceat(speed[devices], starts[:-1])
+    share = np.add.reduceat(device_speed(layer_s)[devices], starts[:-1])
     return cuts_by_share(layer_work(layer_s), (share / share.sum())[None])[0], devices.astype(np.int64), starts
+
+
+def device_speed(layer_s: np.ndarray) -> np.ndarray:
+    """[K] models a second that each device could do alone, from [L, K] seconds."""
+    return 1.0 / np.maximum(layer_s.sum(axis=0), 1e-30)
 
 
 def layer_work(layer_s: np.ndarray) -> np.ndarray:

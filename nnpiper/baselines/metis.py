@@ -21,7 +21,7 @@ from numba import njit
 from .. import cost
 from ..cost import ALL_REDUCE, BACKWARD, FORWARD, SEND_BACKWARD, SEND_FORWARD
 from ..problem import Problem, Strategy
-from ..search import cuts_by_share, layer_work
+from ..search import cuts_by_share, device_speed, layer_work
 from . import assignments
 from .assignments import PlannerLimit
 
@@ -43,8 +43,7 @@ def solve(problem: Problem) -> Strategy:
 def balance(problem: Problem, labels: np.ndarray) -> Strategy:
     """The best plan over assignments labels [N, K], each balanced."""
     layer_s = problem.forward_s + problem.backward_s
-    speed = 1.0 / np.maximum(layer_s.sum(axis=0), 1e-30)
-    row, bounds = _best(cost.pack(problem), labels, problem.stages, problem.micro_batches, speed,
+    row, bounds = _best(cost.pack(problem), labels, problem.stages, problem.micro_batches, device_speed(layer_s),
                         layer_work(layer_s))
     order, starts = np.zeros(problem.devices, np.int64), np.zeros(problem.stages + 1, np.int64)
     assignments.read_labels(labels[row], order, starts)

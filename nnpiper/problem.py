@@ -188,9 +188,12 @@ class Strategy:
         return cls(tuple(fields.cuts), tuple(map(tuple, fields.groups)))
 
     def check(self, problem: Problem) -> None:
-        """Raise InputError unless this is a valid strategy of the problem: S non-empty stages that hold each layer
-        once, S non-empty groups of known devices, no device twice. Memory is not looked at here."""
-        L, K, S = problem.layers, problem.devices, problem.stages
+        """Raise InputError unless this is a valid strategy of the problem. Memory is not looked at here."""
+        self.check_sizes(problem.layers, problem.devices, problem.stages)
+
+    def check_sizes(self, L: int, K: int, S: int) -> None:
+        """Raise InputError unless this is S non-empty stages that hold each of L layers once, on S non-empty groups of
+        K known devices, no device twice."""
         if len(self.groups) != S or len(self.cuts) != S - 1:
             raise InputError(f"strategy: {len(self.groups)} groups and {len(self.cuts)} cuts; "
                              f"allowed: {S} groups and {S - 1} cuts for {S} stages")

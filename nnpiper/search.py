@@ -23,11 +23,13 @@ OVERFLOW_WEIGHT = 10.0
 class Search:
     """The search's view of one problem: packed costs, op table and scratch, made once."""
 
-    def __init__(self, problem: Problem):
+    def __init__(self, problem: Problem, most_devices: int | None = None):
+        """With most_devices, no move uses more devices than that."""
         S, M, K = problem.stages, problem.micro_batches, problem.devices
         self.packed = cost.pack(problem)
         self.ops = simulator.op_table(problem.schedule, S, M)
         self.rules = problem.transfers == "blocking", problem.schedule == "1f1b", M
+        self.most_devices = K if most_devices is None else most_devices
         self.space = simulator.workspace(S, M)
         costs = [np.zeros(shape) for _ in range(2) for shape in ((5, S), K, S)]
         self.scratch = *costs, np.zeros(K), np.zeros(S, np.int64), device_speed(problem.forward_s + problem.backward_s)
@@ -38,7 +40,7 @@ class Search:
         the last one; returns (best state, its step in s, its bytes over memory)."""
         best = tuple(a.copy() for a in state)
         step, overflow = _search(self.packed, self.ops, *self.rules, *state, *best, moves, *temperature, random_state,
-                                 self.space, self.scratch)
+                                 self.space, self.scratch, self.most_devices)
         return best, step, overflow
 
 
@@ -133,7 +135,7 @@ def _pick(state, n):
 
 @njit(cache=True)
 def _search(p, ops, blocking, one_f_one_b, M, bounds, order, starts, best_bounds, best_order, best_starts,
-            moves, hot, cold, random, space, scratch):
+            moves, hot, cold, random, space, scratch, most):
     # the current state's costs, and those of its neighbour: equal but for the stages that a move changes
     stages, share, over, new_stages, new_share, new_over, used, plan, speed = scratch
     S = starts.shape[0] - 1
@@ -156,7 +158,7 @@ def _search(p, ops, blocking, one_f_one_b, M, bounds, order, starts, best_bounds
     cooling = (cold / hot) ** (1.0 / max(moves, 1)) if hot > 0.0 else 0.0
     temperature = hot
     for _ in range(moves):
-        if not _move(bounds, order, starts, new_bounds, new_order, new_starts, slowest, random, plan, speed):
+        if not _move(bounds, order, starts, new_bounds, new_order, new_starts, slowest, random, plan, speed, most):
             temperature *= cooling
             continue
         threshold = energy * (1.0 - temperature * math.log(uniform(random)))
@@ -240,7 +242,7 @@ def _slowest(stages, blocking):
 
 
 @njit(cache=True)
-def _move(bounds, order, starts, new_bounds, new_order, new_starts, slowest, random, plan, speed):
+def _move(bounds, order, starts, new_bounds, new_order, new_starts, slowest, random, plan, speed, most):
     """Write one random neighbour of the state; the new arrays equal the old ones on entry. False: no move made."""
     S, K = starts.shape[0] - 1, order.shape[0]
     kind = uniform(random)
@@ -262,7 +264,7 @@ def _move(bounds, order, starts, new_bounds, new_order, new_starts, slowest, ran
             _move_share(bounds, order, starts, new_bounds, giver, giver, taker, abs(gain), speed, random)
         return True
     if K > S and kind < 0.82:
-        return _move_device(bounds, order, starts, new_bounds, new_order, new_starts, slowest, random, speed)
+        return _move_device(bounds, order, starts, new_bounds, new_order, new_starts, slowest, random, speed, most)
     if S == 1:
         return False
     # stages change places and keep their devices and layer counts: two of them, one moved, or a run reversed
@@ -344,7 +346,7 @@ def _stage_of(starts, position):
 
 
 @njit(cache=True)
-def _move_device(bounds, order, starts, new_bounds, new_order, new_starts, slowest, random, speed):
+def _move_device(bounds, order, starts, new_bounds, new_order, new_starts, slowest, random, speed, most):
     """One device joins another group or is left unused, alone or with its part of the layers; a group keeps at least
     one device."""
     S, K = starts.shape[0] - 1, order.shape[0]
@@ -353,7 +355,7 @@ def _move_device(bounds, order, starts, new_bounds, new_order, new_starts, slowe
     if source < S and starts[source + 1] - starts[source] == 1:
         return False
     target = slowest if uniform(random) < 0.3 else _pick(random, S + 1)
-    if target == source:
+    if target == source or (source == S and starts[S] >= most):
         return False
     device = order[i]
     if S > 1 and uniform(random) < 0.6:

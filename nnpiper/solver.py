@@ -13,8 +13,8 @@ import torch
 from . import checkpoint, cost, simulator
 from .batch import Batch
 from .network import Network
-from .problem import InputError, Problem, Strategy
-from .search import Search, better, random_state
+from .problem import MAX_VALUE, InputError, Problem, Strategy
+from .search import Search, better, device_speed, random_state
 
 SAMPLES = 64  # groupings
 SAMPLES_ALONE = 128  # without polish
@@ -46,30 +46,42 @@ class NNPiper:
         return cls(checkpoint.load(path))
 
     def solve(self, problem: Problem, budget_s: float | None = None, seed: int = 0, polish: bool = True,
-              samples: int | None = None, moves: int = MOVES) -> Strategy:
+              samples: int | None = None, moves: int = MOVES, pins: dict[int, int] | None = None,
+              most_devices: int | None = None) -> Strategy:
         """The best strategy found: feasible if any feasible one was met, else the one with the least bytes over memory.
 
         With budget_s the polish goes on until that many seconds have gone since the call, and fewer samples are drawn
         where all of them would use it up; without, it makes `moves` moves, and the same seed gives the same strategy.
         Without polish: the best of the network's samples. Where no sample is feasible, the plan that fills the devices
         by falling memory joins them.
+
+        pins {layer: device}: the stage with this layer shall run on this device alone. They are wishes that cost much
+        to break: `keeps_pins` says whether a strategy keeps them all. most_devices: no more are used. Raises
+        InputError.
         """
         begin = time.perf_counter()
         if budget_s is not None and not 0 < budget_s < math.inf:
             raise InputError(f"budget_s: {budget_s}; allowed: a positive, finite number of seconds")
+        check_wishes(problem, pins, most_devices)
         samples = samples or (SAMPLES if polish else SAMPLES_ALONE)
         if budget_s is not None:
             samples = min(samples, _affordable(problem, (SAMPLING_PART if polish else 0.8) * budget_s))
         states, step_s, overflow = self.sample(problem, samples, seed)
+        if pins or (most_devices or problem.devices) < problem.devices:
+            problem = _with_pins(problem, pins or {})
+            _leave_out(problem, states, most_devices or problem.devices)
+            step_s, overflow = simulator.step_times(problem, *states)
         if overflow.min() > 0:
-            states, step_s, overflow = _with_memory_plan(problem, states, step_s, overflow)
+            states, step_s, overflow = _with_memory_plan(problem, states, step_s, overflow, most_devices)
         order = np.lexsort((step_s, overflow))
         if not polish:
             return cost.decode(*(a[order[0]] for a in states))
         starts = _distinct(states, step_s, order)
         deadline = begin + budget_s if budget_s else None
         hot = HOT if overflow[order[0]] == 0 else HOT_OVER_MEMORY
-        return cost.decode(*_polish(problem, starts, hot, moves, deadline, np.random.default_rng(seed)))
+        search = Search(problem, most_devices)
+        best = cost.decode(*_polish(search, starts, hot, moves, deadline, np.random.default_rng(seed)))
+        return _alone(best, problem.layers, pins or {})
 
     def sample(self, problem: Problem, samples: int, seed: int):
         """`samples` groupings with DIVISIONS divisions each, as `cost.encode` writes strategies, their steps in s and
@@ -86,6 +98,57 @@ class NNPiper:
         return tuple(a[0] for a in states), step_s[0], overflow[0]
 
 
+def check_wishes(problem: Problem, pins: dict[int, int] | None, most_devices: int | None) -> None:
+    """Raise InputError unless the pins name layers and devices of the problem and most_devices leaves one a stage."""
+    L, K, S = problem.layers, problem.devices, problem.stages
+    for layer, device in (pins or {}).items():
+        if not (0 <= layer < L and 0 <= device < K):
+            raise InputError(f"pins: layer {layer} on device {device}; allowed: layers 0 to {L - 1}, devices 0 to {K - 1}")
+    if most_devices is not None and not S <= most_devices:
+        raise InputError(f"most_devices: {most_devices}; allowed: at least the number of stages, {S}")
+
+
+def keeps_pins(strategy: Strategy, layers: int, pins: dict[int, int]) -> bool:
+    """Whether the stage of each pinned layer runs on the layer's device alone."""
+    return all(strategy.groups[_stage_of(strategy, layers, layer)] == (device,) for layer, device in pins.items())
+
+
+def _stage_of(strategy, layers, layer):
+    return int(np.searchsorted(strategy.bounds(layers), layer, side="right")) - 1
+
+
+def _with_pins(problem, pins):
+    """The problem with pinned layers ten times as slow, on any other device, as the whole model on the slowest one."""
+    forward_s = problem.forward_s.copy()
+    slow = min(10.0 * (problem.forward_s + problem.backward_s).sum(0).max() + 1e-3, MAX_VALUE)
+    for layer, device in pins.items():
+        forward_s[layer, np.arange(problem.devices) != device] = slow
+    return problem.replace(forward_s=forward_s)
+
+
+def _alone(strategy, layers, pins):
+    """The strategy without the replicas that are of no use to a pinned layer's stage."""
+    groups = list(strategy.groups)
+    for layer, device in pins.items():
+        s = _stage_of(strategy, layers, layer)
+        if device in groups[s]:
+            groups[s] = (device,)
+    return Strategy(strategy.cuts, tuple(groups))
+
+
+def _leave_out(problem, states, most_devices):
+    """Take the slowest devices out of groups of several, in place, until no more than most_devices are used."""
+    speed = device_speed(problem.forward_s + problem.backward_s)
+    _, orders, all_starts = states
+    for order, starts in zip(orders, all_starts):
+        while starts[-1] > most_devices:
+            sizes = np.diff(starts)
+            spare = [i for s in np.flatnonzero(sizes > 1) for i in range(starts[s], starts[s + 1])]
+            i = min(spare, key=lambda i: speed[order[i]])
+            order[:] = np.append(np.delete(order, i), order[i])
+            starts[starts > i] -= 1
+
+
 def _affordable(problem, seconds):
     """How many samples about fit into so much time: fitted to what one core of a server took, K, S <= 64, L <= 500."""
     K, S = problem.devices, problem.stages
@@ -94,10 +157,10 @@ def _affordable(problem, seconds):
     return max(int(min((1e3 * seconds - fixed_ms) / each_ms, 1e6)), FEWEST)
 
 
-def _with_memory_plan(problem, states, step_s, overflow):
+def _with_memory_plan(problem, states, step_s, overflow, most_devices):
     """The samples and, if there is one, the feasible plan of `cost.fill_memory` with the most room left."""
     plan = next(filter(None, (cost.fill_memory(problem, room) for room in (0.8, 0.9, 0.95, 1.0))), None)
-    if plan is None:
+    if plan is None or sum(map(len, plan.groups)) > (most_devices or problem.devices):
         return states, step_s, overflow
     extra = cost.encode([plan], problem.layers, problem.devices)
     step, over = simulator.step_times(problem, *extra)
@@ -116,9 +179,9 @@ def _distinct(states, step_s, order):
     return [tuple(a[n].copy() for a in states) for n in chosen]
 
 
-def _polish(problem, starts, hot, moves, deadline, rng):
+def _polish(search, starts, hot, moves, deadline, rng):
     """Anneal from each start for an equal part of the moves (or of the time), from hot to COLD."""
-    search, seed = Search(problem), random_state(rng)
+    seed = random_state(rng)
     chunk = max(min(CHUNK, CHUNK_OPS // len(search.ops)), 1)
     best, best_step, best_overflow = None, np.inf, np.inf
     for i, state in enumerate(starts):

@@ -137,7 +137,7 @@ def fill_stage_arrays(p, bounds, order, starts, out, used, share):
     return overflow
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy", inline="always")  # a call would copy all of p
 def fill_stage(p, bounds, order, starts, s, out, used, share):
     """Compute, all-reduce and memory of one stage; returns its bytes over memory."""
     lo, hi = bounds[s], bounds[s + 1]
@@ -179,7 +179,7 @@ def fill_stage(p, bounds, order, starts, s, out, used, share):
     return overflow
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy", inline="always")  # a call would copy all of p
 def fill_sends(p, bounds, order, starts, s, out, share):
     """Both transfers over boundary s. A device's sends share its network interface, and so do its receives: the
     transfer takes as long as the busiest sender or receiver."""

@@ -76,7 +76,7 @@ def layer_work(layer_s: np.ndarray) -> np.ndarray:
     return work / work.sum(axis=-1, keepdims=True)
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def cuts_by_share(work, share):
     """[N, S + 1] bounds for wanted shares [N, S] of the work [L]: bisection over the greatest work / share that a stage
     may have, stages filled in turn. The least such ratio where no stage is cut to the one layer that each must get."""
@@ -96,7 +96,7 @@ def cuts_by_share(work, share):
     return bounds
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def _fill(work, share, ratio, bounds):
     """Give each stage in turn the layers that fit into ratio x share; False if some are left over."""
     L, S = work.shape[0], share.shape[0]
@@ -117,7 +117,7 @@ def _fill(work, share, ratio, bounds):
     return layer == L
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def uniform(state):
     """xorshift64*: uniform in (0, 1)."""
     x = state[0]
@@ -128,12 +128,12 @@ def uniform(state):
     return (np.float64((x * np.uint64(2685821657736338717)) >> np.uint64(11)) + 0.5) / 9007199254740992.0
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def _pick(state, n):
     return min(int(uniform(state) * n), n - 1)
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def _search(p, ops, blocking, one_f_one_b, M, bounds, order, starts, best_bounds, best_order, best_starts,
             moves, hot, cold, random, space, scratch, most):
     # the current state's costs, and those of its neighbour: equal but for the stages that a move changes
@@ -148,9 +148,7 @@ def _search(p, ops, blocking, one_f_one_b, M, bounds, order, starts, best_bounds
         overflow += over[s]
     for s in range(S - 1):
         cost.fill_sends(p, bounds, order, starts, s, stages, share)
-    _copy(stages.ravel(), new_stages.ravel())
-    _copy(share, new_share)
-    _copy(over, new_over)
+    _copy_costs(stages, share, over, new_stages, new_share, new_over)
     step = run_step(ops, stages, blocking, space)
     energy = step * (1.0 + OVERFLOW_WEIGHT * overflow / memory)
     best_step, best_overflow = step, overflow
@@ -184,7 +182,7 @@ def _search(p, ops, blocking, one_f_one_b, M, bounds, order, starts, best_bounds
     return best_step, best_overflow
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy", inline="always")
 def _update_costs(p, bounds, order, starts, new_bounds, new_order, new_starts, stages, share, over, used):
     """Bring the neighbour's costs up to date where it differs from the state; returns its bytes over memory."""
     S = starts.shape[0] - 1
@@ -205,28 +203,30 @@ def _update_costs(p, bounds, order, starts, new_bounds, new_order, new_starts, s
     return overflow
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy", inline="always")
 def _copy(source, target):
     """A plain loop: a slice assignment costs several times as much on arrays this short."""
     for i in range(source.shape[0]):
         target[i] = source[i]
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy", inline="always")
 def _copy_state(bounds, order, starts, to_bounds, to_order, to_starts):
     _copy(bounds, to_bounds)
     _copy(order, to_order)
     _copy(starts, to_starts)
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy", inline="always")
 def _copy_costs(stages, share, over, to_stages, to_share, to_over):
-    _copy(stages.ravel(), to_stages.ravel())
+    for i in range(stages.shape[0]):
+        for s in range(stages.shape[1]):
+            to_stages[i, s] = stages[i, s]
     _copy(share, to_share)
     _copy(over, to_over)
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def _slowest(stages, blocking):
     """The stage that is busy longest a micro-batch: where a move most likely helps."""
     worst, where = -1.0, 0
@@ -241,7 +241,7 @@ def _slowest(stages, blocking):
     return where
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def _move(bounds, order, starts, new_bounds, new_order, new_starts, slowest, random, plan, speed, most):
     """Write one random neighbour of the state; the new arrays equal the old ones on entry. False: no move made."""
     S, K = starts.shape[0] - 1, order.shape[0]
@@ -298,7 +298,7 @@ def _move(bounds, order, starts, new_bounds, new_order, new_starts, slowest, ran
     return True
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def _move_layers(bounds, new_bounds, slowest, random):
     """One or a few layers go from one stage to another."""
     S = bounds.shape[0] - 1
@@ -317,7 +317,7 @@ def _move_layers(bounds, new_bounds, slowest, random):
     return True
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def _move_share(bounds, order, starts, new_bounds, measure, giver, taker, part, speed, random):
     """Layers go from one stage to another: the part of stage `measure`'s that `part` is of its summed speed."""
     whole = 0.0
@@ -327,7 +327,7 @@ def _move_share(bounds, order, starts, new_bounds, measure, giver, taker, part, 
     _shift(new_bounds, giver, taker, min(count, bounds[giver + 1] - bounds[giver] - 1))
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def _shift(new_bounds, giver, taker, count):
     """The stages between keep their counts."""
     for s in range(giver + 1, taker + 1):
@@ -336,7 +336,7 @@ def _shift(new_bounds, giver, taker, count):
         new_bounds[s] += count
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def _stage_of(starts, position):
     S = starts.shape[0] - 1
     for s in range(S):
@@ -345,7 +345,7 @@ def _stage_of(starts, position):
     return S
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def _move_device(bounds, order, starts, new_bounds, new_order, new_starts, slowest, random, speed, most):
     """One device joins another group or is left unused, alone or with its part of the layers; a group keeps at least
     one device."""

@@ -106,3 +106,15 @@ def assemble(actions, S):
                     order[a, n, filled] = k
                     filled += 1
     return order, starts
+
+
+def disassemble(order: np.ndarray, starts: np.ndarray, speed: np.ndarray) -> np.ndarray:
+    """[K] the network's actions that build one strategy (order [K], starts [S + 1]): the reverse of `assemble`. The
+    devices of a group go by falling speed [K]."""
+    K = len(order)
+    rank = np.argsort(np.argsort(-speed, kind="stable"))
+    actions = np.full(K, 2 * K)
+    for first, last in zip(starts, starts[1:]):
+        group = sorted(order[first:last], key=lambda k: rank[k])
+        actions[first:last] = [group[0], *(K + k for k in group[1:])]
+    return actions

@@ -1,9 +1,10 @@
-"""Clusters: catalogue GPUs and the links between them, by hand, from a file, or drawn from an environment.
+"""Clusters: devices and the links between them, catalogue GPUs by hand or drawn from an environment.
 
 Symbols: K devices, L layers, S stages, M micro-batches. The catalogue (data/hardware.json) gives a source for every
 figure and marks those that are assumptions. A device computes at its peak dense 16-bit rate times the fraction of it
 that training reaches, one fraction for all layer sizes; its usable memory is the nominal size, with GB read as 10^9
 bytes, less a reserve of 10 % for the framework and fragmentation. A link carries 80 % of its advertised one-way rate.
+Clusters of a user's own, with figures of their own, come from `cluster_file`.
 
 The paper names its environments without describing them; what follows is this artifact's choice. Devices are drawn
 independently and evenly from the pool, so that their order carries no information.
@@ -32,6 +33,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from .cost import fill_memory
 from .paths import DATA
 from .problem import InputError, Problem, read_json
+from .profiles import Profile
 from .workload import MODELS, Workload, chain, check_count, find
 
 RESERVE = 0.10  # of the memory: framework context, fragmentation
@@ -61,6 +63,10 @@ class Device:
     def memory_bytes(self) -> float:
         return self.memory_gb * 1e9
 
+    @property
+    def short_title(self) -> str:
+        return self.title.removeprefix("NVIDIA ").removeprefix("GeForce ")
+
 
 @dataclass(frozen=True)
 class Link:
@@ -84,13 +90,17 @@ class Link:
 
 @dataclass(frozen=True, eq=False)
 class Cluster:
-    """K devices and their links; arrays are read-only.
+    """K devices and their links; arrays are copied and read-only, the diagonals of the links are not read.
 
-    device_names: K names in DEVICES
-    flops_per_s: [K] reached in training
+    device_names: K names in DEVICES, or titles of devices that the catalogue does not have
+    flops_per_s: [K] reached in training; `problem` does not read it where a profile is there
     memory_bytes: [K] usable
     bandwidth_bytes_per_s, latency_s: [K, K] row = sender; a device reaches itself at infinite rate
-    node: [K] index of the machine
+    node: [K] index of the machine; devices of one machine need not be neighbours
+    labels: K unique names, by default gpu0, gpu1, ...
+    titles: K, what each device is, by default as the catalogue calls it
+    node_names: one a node index, by default node0, node1, ...
+    measured: K profiles whose times replace FLOPs / flops_per_s in `problem`, or None, the default
     """
 
     device_names: tuple[str, ...]
@@ -99,10 +109,42 @@ class Cluster:
     bandwidth_bytes_per_s: np.ndarray
     latency_s: np.ndarray
     node: np.ndarray
+    labels: tuple[str, ...] = ()
+    titles: tuple[str, ...] = ()
+    node_names: tuple[str, ...] = ()
+    measured: tuple[Profile | None, ...] = ()
+
+    def __post_init__(self):
+        for name in ("flops_per_s", "memory_bytes", "bandwidth_bytes_per_s", "latency_s", "node"):
+            array = np.array(getattr(self, name), dtype=int if name == "node" else np.float64)
+            if array.ndim == 2:
+                np.fill_diagonal(array, np.inf if name == "bandwidth_bytes_per_s" else 0.0)
+            array.flags.writeable = False
+            object.__setattr__(self, name, array)
+        for name, default in {
+            "labels": tuple(f"gpu{k}" for k in range(self.devices)),
+            "titles": tuple(DEVICES[n].short_title if n in DEVICES else n for n in self.device_names),
+            "node_names": tuple(f"node{i}" for i in range(self.node.max(initial=-1) + 1)),
+            "measured": (None,) * self.devices,
+        }.items():
+            object.__setattr__(self, name, tuple(getattr(self, name)) or default)
 
     @property
     def devices(self) -> int:
         return len(self.device_names)
+
+    @property
+    def index_in_node(self) -> tuple[int, ...]:
+        """K: how many devices before this one stand in its node, as CUDA numbers them on that machine."""
+        return tuple(int((self.node[:k] == i).sum()) for k, i in enumerate(self.node))
+
+    def title(self, k: int) -> str:
+        """Device k as its user knows it.
+
+        >>> Cluster.from_nodes([("rtx3090", 2)], "10gbe").title(1)
+        'gpu1 (RTX 3090)'
+        """
+        return f"{self.labels[k]} ({self.titles[k]})"
 
     @classmethod
     def from_nodes(cls, nodes: list[tuple[str, int]], fabric: str, reserve: float = RESERVE) -> "Cluster":
@@ -128,24 +170,22 @@ class Cluster:
         latency = np.where(same, [[link.latency_s] for link in inside], between.latency_s)
         return _cluster(names, rate, latency, node, reserve)
 
-    @classmethod
-    def from_file(cls, path) -> "Cluster":
-        """Read a cluster file: JSON with `nodes`, a list of {"device", "count"}, `fabric`, and optionally `reserve`.
-        Raises InputError."""
-        fields = read_json(path, _ClusterFile)
-        try:
-            return cls.from_nodes([(n.device, n.count) for n in fields.nodes], fields.fabric, fields.reserve)
-        except InputError as error:
-            raise InputError(f"{path}: {error}") from None
-
 
 def problem(workload: Workload, cluster: Cluster, stages: int, micro_batches: int, schedule: str = "1f1b",
             transfers: str = "blocking") -> Problem:
-    """What a planner is asked: the workload on the cluster, time = FLOPs / reached FLOP/s. Raises InputError."""
+    """What a planner is asked: the workload on the cluster, time = FLOPs / reached FLOP/s, or as measured where a
+    device has a profile. Raises InputError."""
+    forward_s = workload.forward_flops[:, None] / cluster.flops_per_s
+    backward_s = workload.backward_flops[:, None] / cluster.flops_per_s
+    for k, profile in enumerate(cluster.measured):
+        if profile is not None:
+            try:
+                forward_s[:, k], backward_s[:, k] = profile.times(workload)
+            except InputError as error:
+                raise InputError(f"{cluster.title(k)}: {error}") from None
     return Problem(
-        forward_s=workload.forward_flops[:, None] / cluster.flops_per_s,
-        backward_s=workload.backward_flops[:, None] / cluster.flops_per_s,
-        output_bytes=workload.output_bytes, stash_bytes=workload.stash_bytes, static_bytes=workload.static_bytes,
+        forward_s=forward_s, backward_s=backward_s, output_bytes=workload.output_bytes,
+        stash_bytes=workload.stash_bytes, static_bytes=workload.static_bytes,
         gradient_bytes=workload.gradient_bytes, memory_bytes=cluster.memory_bytes,
         bandwidth_bytes_per_s=cluster.bandwidth_bytes_per_s, latency_s=cluster.latency_s,
         stages=stages, micro_batches=micro_batches, schedule=schedule, transfers=transfers)
@@ -258,15 +298,10 @@ def _any_links(rng, K):
 
 
 def _cluster(names, rate, latency, node=None, reserve=RESERVE):
-    node = np.arange(len(names)) if node is None else node
-    np.fill_diagonal(rate, np.inf)
-    np.fill_diagonal(latency, 0.0)
     devices = [DEVICES[name] for name in names]
-    arrays = (np.array([device.flops_per_s for device in devices]),
-              np.array([device.memory_bytes for device in devices]) * (1 - reserve), rate, latency, node)
-    for array in arrays:
-        array.flags.writeable = False
-    return Cluster(tuple(names), *arrays)
+    memory = np.array([device.memory_bytes for device in devices]) * (1 - reserve)
+    return Cluster(tuple(names), [device.flops_per_s for device in devices], memory, rate, latency,
+                   np.arange(len(names)) if node is None else node)
 
 
 _Text = Annotated[str, Field(min_length=1)]
@@ -301,19 +336,6 @@ class _HardwareFile(BaseModel):
     link_fraction_source: _Text
     devices: dict[str, _DeviceEntry]
     links: dict[str, _LinkEntry]
-
-
-class _Node(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    device: str
-    count: Annotated[int, Field(strict=True)] = 1
-
-
-class _ClusterFile(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    nodes: list[_Node]
-    fabric: str
-    reserve: float = RESERVE
 
 
 _hardware = read_json(DATA / "hardware.json", _HardwareFile)

@@ -100,6 +100,14 @@ class Groupings(NamedTuple):
     member: Tensor  # [A, N, S, K] float, 1 where the device is in the stage
 
 
+def join(one: Groupings, other: Groupings) -> Groupings:
+    """The groupings of both, for the same problems."""
+    A = len(one.actions)
+    stack = lambda a, b: torch.cat([a, b], 1)
+    states = (stack(a.view(A, -1, *a.shape[2:]), b) for a, b in zip(one.states, other.states))
+    return Groupings(stack(one.actions, other.actions), State(*states), stack(one.member, other.member))
+
+
 class Divisions(NamedTuple):
     """How the layers of A x N groupings are to be divided: a normal distribution of each stage's log share."""
 
@@ -113,6 +121,17 @@ class Divisions(NamedTuple):
         if greedy:
             noise[:, :, 0] = 0.0
         return self.mean[:, :, None] + self.sigma[:, :, None] * noise
+
+    @torch.no_grad()
+    def around(self, share: np.ndarray, R: int, generator: torch.Generator) -> Tensor:
+        """[A, 1, R, S] log shares for the last grouping: number 0 divides as `share` [A, S] does, the rest are drawn."""
+        last = Divisions(self.mean[:, -1:], self.sigma[:, -1:])
+        drawn = last.draw(R, generator)
+        given = torch.from_numpy(np.log(np.maximum(share, 1e-9))).float()
+        weight = last.sigma[:, 0] ** -2
+        shift = ((last.mean[:, 0] - given) * weight).sum(-1, keepdim=True) / weight.sum(-1, keepdim=True)
+        drawn[:, 0, 0] = given + shift  # only differences count, so take the likeliest of these
+        return drawn
 
     def log_prob(self, log_share: Tensor) -> Tensor:
         """[A, N, R] log density of drawn shares, with gradient."""
@@ -215,6 +234,19 @@ class Network(nn.Module):
                           random, actions[t])
         actions = torch.from_numpy(np.ascontiguousarray(actions.transpose(1, 2, 0)))
         return Groupings(actions, State(*(part.flatten(1, 2) for part in states)), _membership(actions, K, S))
+
+    @torch.no_grad()
+    def replay(self, f: Features, actions: np.ndarray) -> Groupings:
+        """One given grouping for each problem, from actions [A, K], as `draw` returns groupings."""
+        A, K = actions.shape
+        state, states = sampling.initial(A, 1, K), []
+        for t in range(K):
+            states.append(tuple(part.copy() for part in state))
+            sampling.apply(state, actions[:, t:t + 1])
+        parts = (torch.from_numpy(np.stack(parts, 2)).flatten(1, 2) for parts in zip(*states))
+        used, group, last, opened = parts
+        actions = torch.from_numpy(actions)[:, None]
+        return Groupings(actions, State(used, group.float(), last, opened), _membership(actions, K, f.stages))
 
     def log_prob(self, f: Features, e: Encoding, groupings: Groupings) -> Tensor:
         """[A, N] log probability of drawn groupings, with gradient."""

@@ -12,7 +12,8 @@ from .problem import SCHEDULES, TRANSFERS, InputError, Strategy, read_json
 _Text = Annotated[str, Field(min_length=1)]
 _Count = Annotated[int, Field(strict=True, ge=1)]
 _Index = Annotated[int, Field(strict=True, ge=0)]
-_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Seconds = _Rate = _Bytes = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class PlanDevice(BaseModel):
@@ -25,12 +26,45 @@ class PlanDevice(BaseModel):
     index: _Index
 
 
+class StageFigures(BaseModel):
+    """One stage: times of one micro-batch (all_reduce_s: of one step), shares of every micro-batch by device, memory of
+    the device with the least room."""
+
+    model_config = ConfigDict(extra="forbid")
+    forward_s: _Seconds
+    backward_s: _Seconds
+    send_s: _Seconds
+    all_reduce_s: _Seconds
+    idle_share: _Share
+    shares: list[_Share]
+    memory_used_bytes: _Bytes
+    memory_available_bytes: _Bytes
+
+
+class PlanFigures(BaseModel):
+    """What planning predicts of a plan beside its step, as `planning.Plan` explains; no export needs it."""
+
+    model_config = ConfigDict(extra="forbid")
+    objective: Literal["throughput", "latency"]
+    latency_s: _Seconds
+    samples_per_s: _Rate | None
+    tokens_per_s: _Rate | None
+    bubble: _Share
+    bottleneck: _Text
+    even_s: _Seconds | None
+    bound_s: _Seconds | None
+    unused: list[_Text]
+    advice: list[_Text]
+    stages: list[StageFigures]
+
+
 class PlanFile(BaseModel):
     """What a plan file holds.
 
     layer_kinds: [L] of "embedding", "block", "encoder", "decoder", "head"
     cuts, groups: as in problem.Strategy, device numbers are places in `devices`
     step_s: predicted time of one training step
+    figures: what else is predicted; None in files written by hand
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -47,6 +81,7 @@ class PlanFile(BaseModel):
     cuts: list[_Index]
     groups: list[list[_Index]]
     step_s: _Seconds
+    figures: PlanFigures | None = None
 
     @property
     def strategy(self) -> Strategy:

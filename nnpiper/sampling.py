@@ -118,6 +118,16 @@ def pick(state, S, rank, scores, extra, links, clip, greedy, random, actions):
                     if value > best:
                         best, choice = value, join * K + k
             actions[a, n] = choice
+    apply(state, actions)
+
+
+@njit(cache=True)
+def apply(state, actions):
+    """Carry out one action for each partial strategy, actions [A, N]."""
+    A, N, K = state.used.shape
+    for a in range(A):
+        for n in range(N):
+            choice = actions[a, n]
             if choice == 2 * K:
                 state.group[a, n, :] = False
                 state.used[a, n, :] = True

@@ -23,13 +23,14 @@ OVERFLOW_WEIGHT = 10.0
 class Search:
     """The search's view of one problem: packed costs, op table and scratch, made once."""
 
-    def __init__(self, problem: Problem, most_devices: int | None = None):
+    def __init__(self, problem: Problem, most_devices: int | None = None, overflow_weight: float = OVERFLOW_WEIGHT):
         """With most_devices, no move uses more devices than that."""
         S, M, K = problem.stages, problem.micro_batches, problem.devices
         self.packed = cost.pack(problem)
         self.ops = simulator.op_table(problem.schedule, S, M)
         self.rules = problem.transfers == "blocking", problem.schedule == "1f1b", M
         self.most_devices = K if most_devices is None else most_devices
+        self.overflow_weight = overflow_weight
         self.space = simulator.workspace(S, M)
         costs = [np.zeros(shape) for _ in range(2) for shape in ((5, S), K, S)]
         self.scratch = *costs, np.zeros(K), np.zeros(S, np.int64), device_speed(problem.forward_s + problem.backward_s)
@@ -40,7 +41,7 @@ class Search:
         the last one; returns (best state, its step in s, its bytes over memory)."""
         best = tuple(a.copy() for a in state)
         step, overflow = _search(self.packed, self.ops, *self.rules, *state, *best, moves, *temperature, random_state,
-                                 self.space, self.scratch, self.most_devices)
+                                 self.space, self.scratch, self.most_devices, self.overflow_weight)
         return best, step, overflow
 
 
@@ -65,8 +66,8 @@ def proportional_state(problem: Problem, devices: np.ndarray):
 
 
 def device_speed(layer_s: np.ndarray) -> np.ndarray:
-    """[K] models a second that each device could do alone, from [L, K] seconds."""
-    return 1.0 / np.maximum(layer_s.sum(axis=0), 1e-30)
+    """[..., K] models a second that each device could do alone, from [..., L, K] seconds."""
+    return 1.0 / np.maximum(layer_s.sum(axis=-2), 1e-30)
 
 
 def layer_work(layer_s: np.ndarray) -> np.ndarray:
@@ -135,7 +136,7 @@ def _pick(state, n):
 
 @njit(cache=True, error_model="numpy")
 def _search(p, ops, blocking, one_f_one_b, M, bounds, order, starts, best_bounds, best_order, best_starts,
-            moves, hot, cold, random, space, scratch, most):
+            moves, hot, cold, random, space, scratch, most, overflow_weight):
     # the current state's costs, and those of its neighbour: equal but for the stages that a move changes
     stages, share, over, new_stages, new_share, new_over, used, plan, speed = scratch
     S = starts.shape[0] - 1
@@ -150,7 +151,7 @@ def _search(p, ops, blocking, one_f_one_b, M, bounds, order, starts, best_bounds
         cost.fill_sends(p, bounds, order, starts, s, stages, share)
     _copy_costs(stages, share, over, new_stages, new_share, new_over)
     step = run_step(ops, stages, blocking, space)
-    energy = step * (1.0 + OVERFLOW_WEIGHT * overflow / memory)
+    energy = step * (1.0 + overflow_weight * overflow / memory)
     best_step, best_overflow = step, overflow
     slowest = _slowest(stages, blocking)
     cooling = (cold / hot) ** (1.0 / max(moves, 1)) if hot > 0.0 else 0.0
@@ -163,7 +164,7 @@ def _search(p, ops, blocking, one_f_one_b, M, bounds, order, starts, best_bounds
         temperature *= cooling
         new_overflow = _update_costs(p, bounds, order, starts, new_bounds, new_order, new_starts, new_stages, new_share,
                                      new_over, used)
-        weight = 1.0 + OVERFLOW_WEIGHT * new_overflow / memory
+        weight = 1.0 + overflow_weight * new_overflow / memory
         accepted = step_bound(new_stages, M, blocking, one_f_one_b) * weight <= threshold
         if accepted:
             new_step = run_step(ops, new_stages, blocking, space)

@@ -68,7 +68,7 @@ class NNPiper:
             samples = min(samples, _affordable(problem, (SAMPLING_PART if polish else 0.8) * budget_s))
         states, step_s, overflow = self.sample(problem, samples, seed)
         if pins or (most_devices or problem.devices) < problem.devices:
-            problem = _with_pins(problem, pins or {})
+            problem = with_pins(problem, pins or {})
             _leave_out(problem, states, most_devices or problem.devices)
             step_s, overflow = simulator.step_times(problem, *states)
         if overflow.min() > 0:
@@ -81,7 +81,7 @@ class NNPiper:
         hot = HOT if overflow[order[0]] == 0 else HOT_OVER_MEMORY
         search = Search(problem, most_devices)
         best = cost.decode(*_polish(search, starts, hot, moves, deadline, np.random.default_rng(seed)))
-        return _alone(best, problem.layers, pins or {})
+        return without_replicas(best, problem.layers, pins or {})
 
     def sample(self, problem: Problem, samples: int, seed: int):
         """`samples` groupings with DIVISIONS divisions each, as `cost.encode` writes strategies, their steps in s and
@@ -117,7 +117,7 @@ def _stage_of(strategy, layers, layer):
     return int(np.searchsorted(strategy.bounds(layers), layer, side="right")) - 1
 
 
-def _with_pins(problem, pins):
+def with_pins(problem: Problem, pins: dict[int, int]) -> Problem:
     """The problem with pinned layers ten times as slow, on any other device, as the whole model on the slowest one."""
     forward_s = problem.forward_s.copy()
     slow = min(10.0 * (problem.forward_s + problem.backward_s).sum(0).max() + 1e-3, MAX_VALUE)
@@ -126,7 +126,7 @@ def _with_pins(problem, pins):
     return problem.replace(forward_s=forward_s)
 
 
-def _alone(strategy, layers, pins):
+def without_replicas(strategy: Strategy, layers: int, pins: dict[int, int]) -> Strategy:
     """The strategy without the replicas that are of no use to a pinned layer's stage."""
     groups = list(strategy.groups)
     for layer, device in pins.items():

@@ -15,6 +15,7 @@ follows from (seed, t, rank), so a resumed run goes on exactly as the unbroken o
 import contextlib
 import csv
 import io
+import json
 import os
 import pickle
 import platform
@@ -28,10 +29,10 @@ from torch import distributed
 from tqdm import tqdm
 
 from . import checkpoint, virtual
-from .batch import Batch
-from .network import Groupings, Network, Size
+from .batch import Batch, disassemble
+from .network import Groupings, Network, Size, join
 from .problem import InputError, write_bytes, write_text
-from .search import Search, better, proportional_state, random_state
+from .search import Search, better, device_speed, layer_work, proportional_state, random_state
 
 LOG_FIELDS = ["step", "minutes", "loss", "gap_greedy", "gap_best", "gap_groups_greedy", "gap_groups_best"]
 
@@ -42,15 +43,17 @@ class Recipe:
 
     steps: int = 13000
     seed: int = 0
-    instances: int = 64  # a step, over all processes
+    instances: int = 64  # a step, over all processes, of K <= 16 devices; of more devices fewer, for equal work
     groupings: int = 16  # N, an instance
     divisions: int = 8  # R, a grouping
     contrast: str = "pairwise"  # or "policy-gradient": the usual one, with the samples' mean as baseline
     beta: float = 0.1
     leader: float = 4.0  # ranks over which a strategy's weight falls by e
+    polish: int = 0  # moves of local search that an instance's best strategy makes to join the contrast; 0: none
     learning_rate: float = 1e-3
     blind: str = ""
     size: Size = Size()
+    start: str = ""  # the checkpoint whose weights the training starts with; "": random ones
 
     def __post_init__(self):
         if self.contrast not in ("pairwise", "policy-gradient"):
@@ -72,7 +75,7 @@ def _train(out, recipe, progress, rank, world):
     target, resume, log = out / "nnpiper.pt", out / "resume.pt", out / "log.csv"
     out.mkdir(parents=True, exist_ok=True)  # says at once, not after minutes, that a folder cannot be made
     torch.manual_seed(recipe.seed)
-    network = Network(recipe.size, recipe.blind)
+    network = checkpoint.load(Path(recipe.start)).train().requires_grad_() if recipe.start else Network(recipe.size, recipe.blind)
     optimizer = torch.optim.AdamW(network.parameters(), lr=recipe.learning_rate, weight_decay=0.01)
     rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.learning_rate, total_steps=recipe.steps,
                                                pct_start=0.05 if recipe.steps > 20 else 0.3)  # at 20 it would fail
@@ -124,7 +127,8 @@ def contrast_step(network: Network, recipe: Recipe, step: int, rank: int = 0, wo
     """The loss of training step number `step`, with gradient."""
     size = virtual.sizes(np.random.default_rng([recipe.seed, step]))  # the same for all processes
     rng = np.random.default_rng([recipe.seed, step, rank + 1])
-    problems = virtual.draw(rng, max(recipe.instances // world, 1), **size)
+    instances = recipe.instances * min(1.0, 16 / size["K"]) ** 1.5
+    problems = virtual.draw(rng, max(round(instances / world), 1), **size)
     generator = torch.Generator().manual_seed(int(rng.integers(2**62)))
     f = network.features(problems)
     encoding = network.encode(f)
@@ -132,6 +136,12 @@ def contrast_step(network: Network, recipe: Recipe, step: int, rank: int = 0, wo
     divisions = network.divide(f, encoding, plans)
     log_share = divisions.draw(recipe.divisions, generator)
     step_s, overflow = score(problems, plans, log_share)
+    if recipe.polish:
+        better_plans, share = polished(problems, plans, log_share, step_s, overflow, recipe.polish, rng)
+        plans = join(plans, network.replay(f, better_plans))
+        divisions = network.divide(f, encoding, plans)
+        log_share = torch.cat([log_share, divisions.around(share, recipe.divisions, generator)], 1)
+        step_s, overflow = score(problems, plans, log_share)
     best = np.lexsort((step_s, overflow))[..., :1]
     of_best = (np.take_along_axis(a, best, 2)[..., 0] for a in (step_s, overflow))
     of_all = (a.reshape(-1, a.shape[2]) for a in (step_s, overflow))
@@ -145,6 +155,26 @@ def score(problems: Batch, plans: Groupings, log_share: torch.Tensor) -> tuple[n
     """[A, N, R] exact step times in s and [A, N, R] bytes over memory of drawn plans."""
     strategies = problems.strategies(plans.actions.numpy(), log_share.softmax(-1).double().numpy())
     return tuple(a.reshape(log_share.shape[:3]) for a in problems.step_times(*strategies))
+
+
+def polished(problems: Batch, plans: Groupings, log_share: torch.Tensor, step_s: np.ndarray, overflow: np.ndarray,
+             moves: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Actions [A, K] and shares of the work [A, S] of the best drawn plan of each instance after local search."""
+    A, N, R, S = log_share.shape
+    share = log_share.softmax(-1).double().numpy()
+    best = np.lexsort((step_s.reshape(A, -1), overflow.reshape(A, -1)))[:, 0]
+    n, r = best // R, best % R
+    rows = np.arange(A)
+    states = problems.strategies(plans.actions.numpy()[rows, n][:, None], share[rows, n, r][:, None, None])
+    work = np.concatenate([np.zeros((A, 1)), layer_work(problems.forward_s + problems.backward_s).cumsum(1)], 1)
+    speed = device_speed(problems.forward_s + problems.backward_s)
+    seed, actions, out = random_state(rng), np.empty((A, plans.actions.shape[2]), np.int64), np.empty((A, S))
+    for a in range(A):
+        state = tuple(part[a, 0].copy() for part in states)
+        (bounds, order, starts), _, _ = Search(problems.problem(a)).run(state, moves, (0.02, 0.0005), seed)
+        actions[a] = disassemble(order, starts, speed[a])
+        out[a] = np.diff(work[a, bounds])
+    return actions, out
 
 
 def contrast_loss(log_p: torch.Tensor, step_s: np.ndarray, overflow: np.ndarray, beta: float,
@@ -250,7 +280,9 @@ def _write_log(path, rows):
 
 
 def _history(recipe, minutes, world):
-    return {"recipe": asdict(recipe), "command": f"nnpiper train --steps {recipe.steps} --seed {recipe.seed}",
+    start = {"start": json.loads(checkpoint.card_path(Path(recipe.start)).read_text())} if recipe.start else {}
+    return {"recipe": asdict(recipe), **start, "command": f"nnpiper train --steps {recipe.steps} --seed {recipe.seed}"
+            + (f" --start {recipe.start} --learning-rate {recipe.learning_rate}" if recipe.start else ""),
             "minutes": round(minutes, 1), "processes": world, "threads": torch.get_num_threads(),
             "processor": _processor(), "python": platform.python_version(), "torch": torch.__version__,
             "numpy": np.__version__, "data": "virtual instances only (nnpiper/virtual.py)"}

@@ -15,18 +15,21 @@ from .batch import Batch
 class Ranges:
     """What virtual instances are drawn from (bounds included)."""
 
-    devices: tuple[int, int] = (3, 16)
-    layers_most: int = 100
-    micro_batches: tuple[int, int] = (2, 128)
+    devices: tuple[int, int] = (3, 64)
+    devices_usual: int = 16  # seven in ten draws have at most so many
+    layers_most: int = 200
+    micro_batches: tuple[int, int] = (2, 256)
     speed_spread: tuple[float, float] = (0.2, 2.0)  # half range of log speed
-    transfer: tuple[float, float] = (0.002, 2.0)  # of a micro-batch over a typical link / balanced stage time
+    transfer: tuple[float, float] = (0.002, 4.0)  # of a micro-batch over a typical link / balanced stage time
     link_spread: tuple[float, float] = (0.2, 2.3)  # half range of log link time
 
 
 def sizes(rng: np.random.Generator, ranges: Ranges = Ranges()) -> dict:
     """One draw of what a batch has in common: K, S, L, M, schedule and transfers. Three in ten draws have S = K, which
     is the easier kind."""
-    K = int(rng.integers(ranges.devices[0], ranges.devices[1] + 1))
+    usual = ranges.devices_usual
+    K = int(rng.integers(ranges.devices[0], usual + 1) if rng.random() < 0.7
+            else _log_uniform(rng, usual + 1, ranges.devices[1] + 1))
     S = K if rng.random() < 0.3 else int(rng.integers(2, K))
     return {"K": K, "S": S, "L": int(_log_uniform(rng, max(S, 6), ranges.layers_most)),
             "M": int(_log_uniform(rng, ranges.micro_batches[0], ranges.micro_batches[1] + 1)),

@@ -1,5 +1,6 @@
 """Clusters, environments and sampled problems against hand-made numbers and the invariants that they promise."""
 
+import dataclasses
 import doctest
 import itertools
 import json
@@ -15,6 +16,7 @@ from nnpiper.cluster import (DEVICES, ENVIRONMENTS, FABRICS, LINKS, PAIR_LINKS, 
                              sample_problem)
 from nnpiper.paths import DATA
 from nnpiper.problem import InputError, Problem, Strategy
+from nnpiper.profiles import KindTimes, Profile
 from nnpiper.workload import MODELS, chain
 
 ENVIRONMENT = st.sampled_from(list(ENVIRONMENTS))
@@ -234,30 +236,51 @@ def test_the_largest_model_runs_on_enough_devices():
     assert asked.memory_bytes.sum() > asked.static_bytes.sum() > 2.7e12
 
 
-def test_cluster_file(tmp_path):
-    path = tmp_path / "cluster.json"
-    path.write_text('{"nodes": [{"device": "t4"}, {"device": "a10", "count": 2}], "fabric": "10gbe", "reserve": 0.2}')
-    cluster = Cluster.from_file(path)
-    assert cluster.device_names == ("t4", "a10", "a10")
-    np.testing.assert_allclose(cluster.memory_bytes, [12.8e9, 19.2e9, 19.2e9])
+def test_names_of_a_cluster():
+    cluster = Cluster.from_nodes([("v100-32", 2), ("a100-80", 1), ("rtx3090", 2)], "100gbe")
+    assert cluster.labels == ("gpu0", "gpu1", "gpu2", "gpu3", "gpu4")
+    assert cluster.titles == ("V100 SXM2 32 GB",) * 2 + ("A100 SXM4 80 GB",) + ("RTX 3090",) * 2
+    assert cluster.title(3) == "gpu3 (RTX 3090)"
+    assert cluster.node_names == ("node0", "node1", "node2")
+    assert cluster.index_in_node == (0, 1, 0, 0, 1)
+    assert cluster.measured == (None,) * 5
 
 
-@pytest.mark.parametrize("text, words", [
-    ('{"nodes": [{"device": "a100"}], "fabric": "10gbe"}', ["device: 'a100'", "did you mean 'a10"]),
-    ('{"nodes": [{"device": "t4"}], "fabric": "10gb"}', ["fabric: '10gb'", "did you mean '10gbe'"]),
-    ('{"nodes": [{"device": "t4", "count": 0}], "fabric": "10gbe"}', ["count: 0", "1 to"]),
-    ('{"nodes": [], "fabric": "10gbe"}', ["devices: 0"]),
-    ('{"nodes": [{"device": "t4"}], "fabric": "10gbe", "reserve": 1}', ["reserve: 1", "below 1"]),
-    ('{"nodes": [{"device": "t4"}]}', ["fabric", "required"]),
-])
-def test_cluster_file_errors(tmp_path, text, words):
-    path = tmp_path / "cluster.json"
-    path.write_text(text)
-    with pytest.raises(InputError) as caught:
-        Cluster.from_file(path)
-    assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
-    for word in words:
-        assert word in str(caught.value)
+def test_a_cluster_of_own_arrays():
+    rate = np.array([[0.0, 1e9, 2e9], [3e9, np.nan, 4e9], [5e9, 6e9, 7.0]])
+    cluster = Cluster(("t4", "mine", "t4"), [26e12, 1e12, 26e12], [14e9, 8e9, 14e9], rate, np.ones((3, 3)), [0, 1, 0],
+                      labels=("a", "b", "c"))
+    assert [cluster.title(k) for k in range(3)] == ["a (T4)", "b (mine)", "c (T4)"]
+    assert cluster.index_in_node == (0, 0, 1) and cluster.node_names == ("node0", "node1")
+    assert rate[0, 0] == 0.0  # the caller's array stays as it was
+    assert np.isinf(np.diag(cluster.bandwidth_bytes_per_s)).all() and not np.diag(cluster.latency_s).any()
+    assert problem(chain("gpt2"), cluster, 2, 4).bandwidth_bytes_per_s[1, 0] == 3e9
+
+
+def measured(kinds):
+    times = {kind: KindTimes(forward, backward, 0.0, 0.0) for kind, (forward, backward) in kinds.items()}
+    return Profile("My GPU", 20e9, MODELS["gpt2"], 1, 1024, False, "float16", times, 9, "cpu", "2.9", "2026-01-01")
+
+
+def test_measured_times_replace_the_catalogue():
+    profile = measured({"embedding": (1e-4, 2e-4), "block": (3e-3, 7e-3), "head": (5e-3, 8e-3)})
+    cluster = Cluster.from_nodes([("v100-32", 1), ("a100-80", 1)], "25gbe")
+    both = dataclasses.replace(cluster, measured=(None, profile))
+    work = chain("gpt2", micro_batch_size=2)
+    plain, asked = problem(work, cluster, 2, 4), problem(work, both, 2, 4)
+    np.testing.assert_array_equal(asked.forward_s[:, 0], plain.forward_s[:, 0])
+    np.testing.assert_array_equal(asked.backward_s[:, 0], plain.backward_s[:, 0])
+    # twice the profiled micro-batch takes twice as long
+    np.testing.assert_allclose(asked.forward_s[:, 1], [2e-4] + [6e-3] * 12 + [1e-2])
+    np.testing.assert_allclose(asked.backward_s[:, 1], [4e-4] + [14e-3] * 12 + [16e-3])
+    np.testing.assert_array_equal(asked.memory_bytes, plain.memory_bytes)
+
+
+def test_a_profile_that_lacks_a_kind_names_the_device():
+    cluster = Cluster.from_nodes([("v100-32", 1), ("a100-80", 1)], "25gbe")
+    both = dataclasses.replace(cluster, measured=(None, measured({"block": (3e-3, 7e-3)})))
+    with pytest.raises(InputError, match=r"^gpu1 \(A100 SXM4 80 GB\): .*'embedding'.*allowed: block$"):
+        problem(chain("gpt2"), both, 2, 4)
 
 
 @pytest.mark.parametrize("call, words", [

@@ -2,8 +2,8 @@
 
 A state is a strategy as `cost.encode` writes it (bounds, order, starts). A move is accepted when the new energy is
 below a threshold that is drawn beforehand (Metropolis: current energy - temperature log u), so that most moves are
-refused by the lower bound of their step alone, without a simulation. Energy = step time x (1 + OVERFLOW_WEIGHT x share
-of memory that overflows); the best state is the feasible one with the shortest step, or the one with the least
+refused by the lower bound of their step alone, without a simulation. Energy = step time x (1 + OVERFLOW_WEIGHT x
+overflow / mean memory of a device); the best state is the feasible one with the shortest step, or the one with the least
 overflow. Temperatures are relative to the energy.
 """
 
@@ -140,7 +140,7 @@ def _search(p, ops, blocking, one_f_one_b, M, bounds, order, starts, best_bounds
     # the current state's costs, and those of its neighbour: equal but for the stages that a move changes
     stages, share, over, new_stages, new_share, new_over, used, plan, speed = scratch
     S = starts.shape[0] - 1
-    memory = p.memory.sum() + 1.0
+    memory = p.memory.mean() + 1.0
     new_bounds, new_order, new_starts = bounds.copy(), order.copy(), starts.copy()
 
     overflow = 0.0

@@ -15,17 +15,21 @@ from .batch import Batch
 from .network import Network
 from .problem import MAX_VALUE, InputError, Problem, Strategy
 from .search import Search, better, device_speed, random_state
+from .starts import best_start
 
 SAMPLES = 64  # groupings
 SAMPLES_ALONE = 128  # without polish
 DIVISIONS = 4  # of the layers, for each grouping
 MOVES = 6000  # of polish without a budget
-STARTS = 3  # samples that are polished
+STARTS = 3  # samples that are polished; a plain start is, too, since the best samples may all lie in one valley
 CHUNK = 250  # moves between two looks at the clock; fewer where one simulation takes long
 CHUNK_OPS = 1 << 21  # that a chunk simulates at most, a few milliseconds
-SAMPLING_PART = 0.4  # of a budget; large problems get fewer samples, at least FEWEST
+SAMPLING_PART = 0.25  # of a budget; large problems get fewer samples, at least FEWEST
 FEWEST = 4
-HOT, COLD = 0.03, 0.0005  # temperature of the polish, relative to the step
+# Where a budget is less than so many times what FEWEST samples take, a plain start is polished for the whole of it:
+# the first for S = K, where local search is at its best, the second for groups.
+WORTH = 3.0, 2.0
+HOT, COLD = 0.06, 0.0005  # temperature of the polish, relative to the step
 HOT_OVER_MEMORY = 0.1  # a plan that does not fit has to be left, not refined
 
 
@@ -50,8 +54,8 @@ class NNPiper:
               most_devices: int | None = None) -> Strategy:
         """The best strategy found: feasible if any feasible one was met, else the one with the least bytes over memory.
 
-        With budget_s the polish goes on until that many seconds have gone since the call, and fewer samples are drawn
-        where all of them would use it up; without, it makes `moves` moves, and the same seed gives the same strategy.
+        With budget_s the polish goes on until that many seconds have gone since the call, fewer samples are drawn where
+        all of them would use it up, and none where even a few would; without, it makes `moves` moves, and the same seed gives the same strategy.
         Without polish: the best of the network's samples. Where no sample is feasible, the plan that fills the devices
         by falling memory joins them.
 
@@ -65,8 +69,11 @@ class NNPiper:
         check_wishes(problem, pins, most_devices)
         samples = samples or (SAMPLES if polish else SAMPLES_ALONE)
         if budget_s is not None:
-            samples = min(samples, _affordable(problem, (SAMPLING_PART if polish else 0.8) * budget_s))
-        states, step_s, overflow = self.sample(problem, samples, seed)
+            samples = min(samples, _affordable(problem, budget_s, polish))
+        if samples:
+            states, step_s, overflow = self.sample(problem, samples, seed)
+        else:
+            states, step_s, overflow = _plain(problem, np.random.default_rng(seed))
         if pins or (most_devices or problem.devices) < problem.devices:
             problem = with_pins(problem, pins or {})
             _leave_out(problem, states, most_devices or problem.devices)
@@ -76,11 +83,14 @@ class NNPiper:
         order = np.lexsort((step_s, overflow))
         if not polish:
             return cost.decode(*(a[order[0]] for a in states))
-        starts = _distinct(states, step_s, order)
+        rng = np.random.default_rng(seed)
+        chosen = _distinct(states, step_s, order)
+        if samples and not pins and most_devices is None:  # else it breaks them
+            chosen.append(best_start(problem, rng))
         deadline = begin + budget_s if budget_s else None
         hot = HOT if overflow[order[0]] == 0 else HOT_OVER_MEMORY
         search = Search(problem, most_devices)
-        best = cost.decode(*_polish(search, starts, hot, moves, deadline, np.random.default_rng(seed)))
+        best = cost.decode(*_polish(search, chosen, hot, moves, deadline, rng))
         return without_replicas(best, problem.layers, pins or {})
 
     def sample(self, problem: Problem, samples: int, seed: int):
@@ -149,12 +159,22 @@ def _leave_out(problem, states, most_devices):
             starts[starts > i] -= 1
 
 
-def _affordable(problem, seconds):
-    """How many samples about fit into so much time: fitted to what one core of a server took, K, S <= 64, L <= 500."""
+def _affordable(problem, budget_s, polish):
+    """How many samples fit into their part of the budget, 0 where polish makes more of it: fitted to what one core of a
+    server took, K, S <= 64, L <= 500."""
     K, S = problem.devices, problem.stages
-    fixed_ms = 2.5 + 0.16 * K
-    each_ms = 6e-5 * (K * K + problem.layers) + 5e-5 * S * (80 + S) + 1.6e-5 * S * problem.micro_batches
-    return max(int(min((1e3 * seconds - fixed_ms) / each_ms, 1e6)), FEWEST)
+    fixed_ms = 2.2 + 0.1 * K
+    each_ms = 0.01 + 7e-5 * (K * K + problem.layers) + 4.5e-5 * S * (80 + S) + 1e-5 * S * problem.micro_batches
+    if polish and 1e3 * budget_s < WORTH[S < K] * (fixed_ms + FEWEST * each_ms):
+        return 0
+    part = SAMPLING_PART if polish else 0.8
+    return max(int(min((1e3 * part * budget_s - fixed_ms) / each_ms, 1e6)), FEWEST)
+
+
+def _plain(problem, rng):
+    """A plain start, as `NNPiper.sample` returns samples."""
+    states = tuple(part[None] for part in best_start(problem, rng))
+    return states, *simulator.step_times(problem, *states)
 
 
 def _with_memory_plan(problem, states, step_s, overflow, most_devices):

@@ -41,7 +41,8 @@ def draw(rng: np.random.Generator, A: int, K: int, S: int, L: int, M: int, sched
          ranges: Ranges = Ranges()) -> Batch:
     """A virtual instances of one size."""
     work, static = _layers(rng, A, L)
-    speed = _speeds(rng, A, K, ranges)
+    node = rng.integers(0, rng.integers(2, K + 1, (A, 1)), (A, K))  # which machine each device is in
+    speed = _speeds(rng, node, ranges)
     layer_s = work[:, :, None] / speed[:, None]
     noise = 0.15 * (rng.random((A, 1, 1)) < 0.3)  # some devices are better at some layers
     layer_s = layer_s * np.exp(noise * rng.standard_normal((A, L, K)))
@@ -51,7 +52,7 @@ def draw(rng: np.random.Generator, A: int, K: int, S: int, L: int, M: int, sched
 
     varied = 0.5 * (rng.random((A, 1)) < 0.25)
     output = 1e6 * np.exp(varied * rng.standard_normal((A, L)))
-    link_s = _links(rng, A, K, ranges) * balanced[:, None, None]
+    link_s = _links(rng, node, ranges) * balanced[:, None, None]
     fixed = np.where(rng.random((A, 1, 1)) < 0.5, rng.uniform(0, 0.5, (A, 1, 1)) ** 2, 0.001)  # latency's part
     bandwidth = 1e6 / (link_s * (1 - fixed))
     latency = link_s * fixed
@@ -78,28 +79,30 @@ def _layers(rng, A, L):
     return work / work.sum(1, keepdims=True), static / static.sum(1, keepdims=True)
 
 
-def _speeds(rng, A, K, ranges):
-    """[A, K]: equal devices, a few types, or all different."""
+def _speeds(rng, node, ranges):
+    """[A, K]: equal devices, a few types, a type for each node, or all different."""
+    A, K = node.shape
     spread = rng.uniform(*ranges.speed_spread, (A, 1))
     each = rng.uniform(-1, 1, (A, K))
     types = np.take_along_axis(rng.uniform(-1, 1, (A, 4)), rng.integers(0, rng.integers(2, 5, (A, 1)), (A, K)), 1)
+    by_node = np.take_along_axis(each, node, 1)
     kind = rng.random((A, 1))
-    return np.exp(spread * np.where(kind < 0.15, 0.0, np.where(kind < 0.55, types, each)))
+    return np.exp(spread * np.select([kind < 0.2, kind < 0.4, kind < 0.7], [np.zeros((A, K)), types, by_node], each))
 
 
-def _links(rng, A, K, ranges):
+def _links(rng, node, ranges):
     """[A, K, K] time of a typical transfer / balanced stage time: one link for all, each pair its own, or nodes with
     fast links inside; mostly the same both ways."""
+    A, K = node.shape
     middle = _log_uniform(rng, *ranges.transfer, (A, 1, 1))
     spread = rng.uniform(*ranges.link_spread, (A, 1, 1))
     pair = np.triu(rng.uniform(-1, 1, (A, K, K)), 1)
     pair = spread * (pair + pair.transpose(0, 2, 1))
-    node = rng.integers(0, rng.integers(2, K + 1, (A, 1)), (A, K))
     inside = node[:, :, None] == node[:, None]
     fabric = np.where(rng.random((A, 1, 1)) < 0.5, 0.0, 0.5 * pair)
     nodes = np.where(inside, -_log_uniform(rng, 0.5, 4.0, (A, 1, 1)), fabric)
     kind = rng.random((A, 1, 1))
-    log_time = np.where(kind < 0.2, 0.0, np.where(kind < 0.65, pair, nodes))
+    log_time = np.where(kind < 0.15, 0.0, np.where(kind < 0.5, pair, nodes))
     one_way = 0.3 * (rng.random((A, 1, 1)) < 0.2)
     return middle * np.exp(log_time + one_way * rng.standard_normal((A, K, K)))
 

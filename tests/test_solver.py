@@ -291,3 +291,42 @@ def test_checkpoints_are_written_whole_or_not_at_all(saved, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         checkpoint.save(Network(TINY), path, {})
     assert path.read_bytes() == before and sorted(p.name for p in path.parent.iterdir()) == ["net.json", "net.pt"]
+
+
+@given(SEEDS)
+@settings(max_examples=30)
+def test_wishes_are_kept_where_there_is_no_limit_of_memory(piper, seed):
+    """Pins cost much to break, so a search of a few hundred moves finds its way to keep a single one; the most devices
+    are never exceeded."""
+    rng = np.random.default_rng(seed)
+    problem = random_problem(rng, K=int(rng.integers(2, 7)), L=int(rng.integers(3, 10)), M=4)
+    most = int(rng.integers(problem.stages, problem.devices + 1))
+    pins = {int(rng.integers(problem.layers)): int(rng.integers(problem.devices))}
+    plan = piper.solve(problem, seed=seed, samples=8, moves=1500, pins=pins, most_devices=most)
+    plan.check(problem)
+    assert sum(map(len, plan.groups)) <= most
+    assert solver.keeps_pins(plan, problem.layers, pins)
+    (layer, device), = pins.items()
+    stage = next(s for s in range(problem.stages) if layer < plan.bounds(problem.layers)[s + 1])
+    assert plan.groups[stage] == (device,)
+
+
+@pytest.mark.parametrize("wishes, message", [
+    (dict(pins={9: 0}), "pins: layer 9 on device 0; allowed: layers 0 to 8, devices 0 to 3"),
+    (dict(pins={0: -1}), "pins: layer 0 on device -1"),
+    (dict(most_devices=1), "most_devices: 1; allowed: at least the number of stages, 2")])
+def test_wishes_that_cannot_be_kept_are_refused(piper, wishes, message):
+    problem = random_problem(np.random.default_rng(0), K=4, L=9, S=2)
+    with pytest.raises(InputError, match=message):
+        piper.solve(problem, **wishes)
+
+
+def test_a_budget_too_small_for_the_network_goes_to_the_search(piper, monkeypatch):
+    """No sample is drawn, and the plan is that of a local search from a plain start."""
+    problem = random_problem(np.random.default_rng(3), K=8, L=20, S=4, M=8)
+    clock = Clock(monkeypatch, sampling_s=1.0, chunk_s=4e-4)
+    monkeypatch.setattr(NNPiper, "sample", None)
+    plan = piper.solve(problem, budget_s=0.002)
+    assert 3 <= clock.chunks <= 5
+    plain = cost.decode(*solver.best_start(problem, np.random.default_rng(0)))
+    assert outcome(problem, plan) <= outcome(problem, plain)

@@ -85,8 +85,8 @@ def clean(out: Path) -> None:
 
 
 def train_checkpoint(out: Path) -> Path:
-    """Train from scratch by the command on the shipped checkpoint's card, or go on where a killed training stopped;
-    returns the checkpoint. Raises subprocess.CalledProcessError."""
+    """Train from scratch by the first command on the shipped checkpoint's card, or go on where a killed training
+    stopped; returns the checkpoint. Raises subprocess.CalledProcessError."""
     from . import provenance
     from .problem import write_text
 
@@ -136,8 +136,9 @@ def _reproduce(options, out):
 
 
 def _card():
-    """What the shipped checkpoint's card says of its training."""
-    return json.loads(CHECKPOINT.with_suffix(".json").read_text(encoding="utf-8"))
+    """What the shipped checkpoint's card says of its training, or of the one that this went on from."""
+    card = json.loads(CHECKPOINT.with_suffix(".json").read_text(encoding="utf-8"))
+    return card.get("start", card)
 
 
 def _report_claims(out, mode, console):

@@ -1,10 +1,11 @@
-"""The command line: solve, simulate, train, reproduce.
+"""The command line: solve, simulate, train, reproduce, and from `cli_plan` plan, compare, export, profile.
 
 Exit codes: 0 done; 2 bad input, with one line to stderr; 3 the strategy does not fit into memory. Whatever takes
 long to import is imported where it is used, so that `nnpiper --help` answers at once.
 """
 
 import functools
+import io
 import json
 import os
 import sys
@@ -14,14 +15,16 @@ from typing import Annotated
 
 import typer
 
+from . import cli_plan
 from .paths import ROOT
 
 PLANNERS = ("nnpiper", "network", "even", "pipedream", "piper", "alpa", "alpa-hetero", "amp", "pipeedge", "metis",
-            "anneal", "exact")
+            "anneal", "subset", "exact")
 LEARNED = ("nnpiper", "network")
 DEFAULT_BUDGET_MS, LONGEST_BUDGET_MS = 20.0, 3_600_000.0
 FIELDS = ("file", "planner", "cuts", "groups", "step_s", "feasible", "overflow_bytes", "lower_bound_s", "solve_ms")
 PICTURES = (".png", ".pdf", ".svg")
+LONGEST_LINE = 2000  # characters of an error message
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False,
                   help="Pipeline-parallel strategies for unequal devices: NNPiper, the planners it is measured "
@@ -30,6 +33,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False,
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names of files and devices may not exist in the terminal's encoding
+            stream.reconfigure(errors="backslashreplace")
     try:
         return typer.main.get_command(app)(arguments, prog_name="nnpiper", standalone_mode=False) or 0
     except OSError as error:
@@ -56,6 +62,7 @@ def solve(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
 ) -> int:
     """Find a strategy for each problem. All files are checked before the first is solved."""
+    from .bound import lower_bound
     from .problem import InputError, Problem
 
     if planner not in PLANNERS:
@@ -69,6 +76,7 @@ def solve(
     for path, problem in loaded:
         strategy, solve_ms = _timed(prepare, run, path, problem)
         answer = _judged(path, problem, strategy) | {"planner": planner, "solve_ms": solve_ms}
+        answer["lower_bound_s"] = lower_bound(problem, answer["step_s"] if answer["feasible"] else None)
         if as_json:
             print(json.dumps({name: answer[name] for name in FIELDS}), flush=True)
         else:
@@ -90,7 +98,7 @@ def simulate(
     from .problem import InputError, Problem, Strategy
 
     if picture is not None and (picture.suffix.lower() not in PICTURES or not picture.parent.is_dir()
-                                or picture.is_dir()):
+                                or picture.exists() and not picture.is_file()):
         raise InputError(f"--timeline: {picture}; allowed: a {', '.join(PICTURES)} file in a folder that exists")
     problem, strategy = Problem.from_file(problem_file), Strategy.from_file(strategy_file)
     try:
@@ -121,16 +129,22 @@ def train(
     seed: Annotated[int, typer.Option(help="Seed of weights and virtual instances.", metavar="N")] = 0,
     out: Annotated[Path, typer.Option(help="Folder of the checkpoint, its card and log; a run that was killed goes on "
                                            "from here.", metavar="FOLDER")] = Path("runs/nnpiper"),
+    start: Annotated[str, typer.Option(help="Checkpoint to go on from, in place of random weights.",
+                                       metavar="CHECKPOINT.pt")] = "",
+    learning_rate: Annotated[float, typer.Option(help="Highest learning rate.", metavar="R")] = 1e-3,
 ) -> int:
     """Train the network by VCTA. Data parallel under torchrun: torchrun --nproc-per-node 2 -m nnpiper.cli train ..."""
     from .problem import InputError
 
     _check_range("--steps", steps, 1, 10**7)
     _check_range("--seed", seed, 0, 2**32 - 1)
+    if not 0.0 < learning_rate <= 1.0:
+        raise InputError(f"--learning-rate: {learning_rate}; allowed: over 0, at most 1")
     if out.exists() and not out.is_dir():
         raise InputError(f"--out: {out} is a file; allowed: a folder")
     from . import vcta
-    checkpoint = vcta.train(out, vcta.Recipe(steps=steps, seed=seed))
+    recipe = vcta.Recipe(steps=steps, seed=seed, start=start, learning_rate=learning_rate)
+    checkpoint = vcta.train(out, recipe)
     if os.environ.get("RANK", "0") == "0":
         print(f"wrote {checkpoint}")
     return 0
@@ -148,8 +162,14 @@ def reproduce(context: typer.Context) -> int:
     os.execvp("bash", ["bash", str(script), *context.args])
 
 
+cli_plan.register(app)
+
+
 def _bad_input(message):
-    print(f"nnpiper: {' '.join(message.split())}", file=sys.stderr)
+    """One line, whatever names of files and values hold."""
+    line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(message.split()))
+    line = line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 4:]}"
+    print(f"nnpiper: {line}", file=sys.stderr)
     return 2
 
 
@@ -170,11 +190,12 @@ def _planner(name, budget_ms, seed):
         prepare = functools.partial(NNPiper.from_pretrained().solve, seed=seed, polish=name == "nnpiper")
         return prepare, functools.partial(prepare, budget_s=budget_s or DEFAULT_BUDGET_MS / 1e3)
     from .baselines import PLANNERS as baselines
+    from .comparison import small
     if name == "anneal":
         run = functools.partial(baselines[name], seed=seed, budget_s=budget_s)
-        return lambda problem: baselines[name](_small(problem), moves=1), run
+        return lambda problem: baselines[name](small(problem), moves=1), run
     if name == "exact":
-        return lambda problem: baselines[name](_small(problem)), baselines[name]
+        return lambda problem: baselines[name](small(problem)), baselines[name]
     return baselines[name], baselines[name]
 
 
@@ -192,17 +213,6 @@ def _timed(prepare, run, path, problem):
         raise InputError(f"{path}: planner {error}") from None
 
 
-def _small(problem):
-    """The first few layers, devices and micro-batches of a problem; all devices used where the whole uses all."""
-    from .problem import SHAPES
-
-    S = min(problem.stages, 3)
-    size = {"L": min(problem.layers, 6), "K": S if problem.stages == problem.devices else min(problem.devices, 4)}
-    arrays = {name: getattr(problem, name)[tuple(slice(size[letter]) for letter in letters)]
-              for name, letters in SHAPES.items()}
-    return problem.replace(**arrays, stages=S, micro_batches=min(problem.micro_batches, 4))
-
-
 def _judged(path, problem, strategy):
     """What the exact simulator and the memory check say of a strategy."""
     from . import cost, simulator
@@ -210,14 +220,14 @@ def _judged(path, problem, strategy):
     overflow = cost.overflow_bytes(problem, strategy)
     return {"file": str(path), "cuts": list(strategy.cuts), "groups": [list(group) for group in strategy.groups],
             "step_s": simulator.step_time(problem, strategy), "feasible": overflow == 0.0, "overflow_bytes": overflow,
-            "lower_bound_s": None, "text": strategy.text(problem.layers)}
+            "text": strategy.text(problem.layers)}
 
 
 def _print_answer(answer):
     fits = "fits in memory" if answer["feasible"] else f"{answer['overflow_bytes'] / 1e9:.4g} GB over memory"
     print(f"{answer['file']}: {answer['text']}")
-    print(f"    step {answer['step_s']:.4g} s, {fits}, {answer['planner']} took {answer['solve_ms']:.3g} ms",
-          flush=True)
+    print(f"    step {answer['step_s']:.4g} s (no plan takes less than {answer['lower_bound_s']:.4g} s), {fits}, "
+          f"{answer['planner']} took {answer['solve_ms']:.3g} ms", flush=True)
 
 
 def _print_simulation(answer):

@@ -13,9 +13,8 @@ from typing import Annotated, NamedTuple
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WrapValidator, model_validator
 
 from .cluster import DEVICES, LINKS, MAX_DEVICES, RESERVE
-from .problem import InputError
+from .problem import InputError, read_text
 
-MAX_FILE_BYTES = 1 << 26  # a full matrix of MAX_DEVICES takes less
 # What may be written, in the units of the file; all of it lies well within what a Problem takes.
 TFLOPS = (1e-6, 1e6)
 EFFICIENCY = (1e-3, 1)
@@ -196,14 +195,10 @@ def read(path) -> dict:
     if parse is None:
         raise InputError("not a cluster file by its name; allowed: a file *.toml or *.json")
     try:
-        with open(path, "rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-        text = data.decode("utf-8-sig")  # with or without a byte order mark
+        text = read_text(path)
     except (OSError, ValueError) as error:
         raise InputError(f"cannot be read: {getattr(error, 'strerror', None) or error}; "
                          "allowed: a UTF-8 file") from None
-    if len(data) > MAX_FILE_BYTES:
-        raise InputError(f"cannot be read: too large; allowed: up to {MAX_FILE_BYTES} bytes")
     try:
         return parse(text)
     except RecursionError:

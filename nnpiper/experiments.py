@@ -146,20 +146,6 @@ def gaps(case: Case, checkpoint: Path, runs: int, moves: int) -> list[dict]:
     return [case.fields | {"planner": name} | judge(problem, plan) for name, plan in plans.items()]
 
 
-def within_budgets(case: Case, checkpoint: Path, budgets_ms: tuple[float, ...]) -> list[dict]:
-    """Rows of one case: NNPiper and annealing with the same time on the clock, and long annealing (budget_ms 0). The
-    plans depend on the machine's speed."""
-    problem = case.problem()
-    rows = [case.fields | {"planner": "annealing", "budget_ms": 0.0}
-            | judge(problem, baselines.anneal.solve(problem, seed=case.number))]
-    for budget_ms in budgets_ms:
-        plans = {"nnpiper": piper(checkpoint).solve(problem, budget_s=budget_ms / 1e3),
-                 "annealing": baselines.anneal.solve(problem, seed=case.number, budget_s=budget_ms / 1e3)}
-        rows += [case.fields | {"planner": name, "budget_ms": budget_ms} | judge(problem, plan)
-                 for name, plan in plans.items()]
-    return rows
-
-
 def networks(case: Case, checkpoints: dict[str, Path], runs: int, moves: int) -> list[dict]:
     """Rows of one case for several networks without polish, with long annealing as the reference."""
     problem = case.problem()

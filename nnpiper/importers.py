@@ -28,7 +28,7 @@ import numpy as np
 
 from .cluster import MAX_DEVICES
 from .measured import MeasuredChain, crossing_bytes, order
-from .problem import InputError, read_json
+from .problem import InputError, read_json, read_text
 from .profile_formats import (GIBI, MAX_BYTES, MAX_LAYERS, MAX_SECONDS, MEBI, MetisCluster, MetisFile, PiperFile,
                               SailorBetween, SailorInfo, SailorProfile, SailorWithin)
 from .workload import ADAM_BYTES, MAX_MICRO_BATCH_SIZE, check_count, find
@@ -319,7 +319,7 @@ def _layers(entries, path):
 def _lines(path):
     """[(number from 1, stripped text)] of the lines of a UTF-8 file that are not empty. Raises InputError."""
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        text = read_text(path)
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}; "
                          "allowed: a UTF-8 text file") from None

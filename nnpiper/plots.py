@@ -26,7 +26,8 @@ LINES = {
     "even": (GREY, ":", "o"), "pipedream": (SKY, "--", "v"), "piper": (SKY, "-.", "^"), "alpa": (PURPLE, "--", "<"),
     "alpa-hetero": (GREEN, "-", "s"), "alpa-hetero sorted": (GREEN, ":", "s"), "amp": (PURPLE, "-", "D"),
     "pipeedge": (ORANGE, "-", "P"), "metis": (RED, "-", "X"), "best dynamic program": ("black", "-", "*"),
-    "nnpiper": (BLUE, "-", "o"), "network": (BLUE, "--", "o"), "annealing": (GREY, "-", "d")}
+    "nnpiper": (BLUE, "-", "o"), "network": (BLUE, "--", "o"), "annealing": (GREY, "-", "d"),
+    "local search": ("black", ":", "x"), "subset": ("black", "-", "h")}
 OPEN = ("alpa-hetero sorted", "network")  # markers without filling: variants of the planner with the same marker
 OP_COLORS, NUMBER_COLORS = {F: BLUE, B: ORANGE}, {F: "white", B: "black"}
 

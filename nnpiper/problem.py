@@ -5,9 +5,11 @@ A layer index runs 0 .. L - 1, a device index 0 .. K - 1, a stage index 0 .. S -
 """
 
 import dataclasses
+import errno
 import json
 import os
 import re
+import stat
 from dataclasses import dataclass
 from operator import index
 from pathlib import Path
@@ -99,6 +101,11 @@ class Problem:
     def replace(self, **changes) -> "Problem":
         """The same problem with some fields changed."""
         return dataclasses.replace(self, **changes)
+
+    def without_memory_limit(self) -> "Problem":
+        """The same problem with layers that take no memory, so that every strategy fits."""
+        nothing = np.zeros(self.layers)
+        return self.replace(static_bytes=nothing, stash_bytes=nothing, memory_bytes=np.ones(self.devices))
 
     def to_json(self) -> str:
         """The text of a problem file; the diagonal of the links is written as 0."""
@@ -241,8 +248,8 @@ class _StrategyFile(BaseModel):  # further fields are let pass: a line of `nnpip
 def read_json(path, model: type[BaseModel]) -> BaseModel:
     """Read a JSON file into a pydantic model. Raises InputError: one line with file, field, value, what is allowed."""
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")  # with or without a byte order mark
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+        text = read_text(path)
+    except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}; "
                          "allowed: a UTF-8 JSON file") from None
     try:
@@ -250,10 +257,33 @@ def read_json(path, model: type[BaseModel]) -> BaseModel:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = " ".join(".".join(map(str, first["loc"])).split()) or "the file"
+        if first["type"] == "missing":
+            raise InputError(f"{path}: {field}: missing; allowed: a value") from None
         value = json.dumps(first["input"], default=str)
         value = value if len(value) <= 60 else value[:57] + "..."
-        allowed = f"; allowed fields: {', '.join(model.model_fields)}" if first["type"] == "extra_forbidden" else ""
+        top = first["type"] == "extra_forbidden" and len(first["loc"]) == 1
+        allowed = f"; allowed fields: {', '.join(model.model_fields)}" if top else ""
         raise InputError(f"{path}: {field}: {value}: {first['msg']}{allowed}") from None
+
+
+MAX_FILE_BYTES = 1 << 28
+
+
+def read_text(path) -> str:
+    """The text of a UTF-8 file, with or without a byte order mark, or of what is piped in (/dev/stdin, /dev/fd/N).
+    Raises OSError or ValueError; what could keep a reader waiting for ever, such as a FIFO, is refused."""
+    status = os.stat(path)
+    piped = str(path) == "/dev/stdin" or str(path).startswith("/dev/fd/")  # what a shell writes for <(command)
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode) or piped):
+        raise ValueError("not a regular file")
+    too_large = ValueError(f"larger than {MAX_FILE_BYTES} bytes")
+    if status.st_size > MAX_FILE_BYTES:
+        raise too_large
+    with open(path, "rb") as file:
+        data = file.read(MAX_FILE_BYTES + 1)
+    if len(data) > MAX_FILE_BYTES:
+        raise too_large
+    return data.decode("utf-8-sig")
 
 
 def write_text(path, text: str) -> None:
@@ -262,8 +292,11 @@ def write_text(path, text: str) -> None:
 
 
 def write_bytes(path, data: bytes) -> None:
-    """Write a whole file or nothing: to a temporary name first, then renamed."""
+    """Write a whole file or nothing: to a temporary name first, then renamed. Raises OSError, also for a device or
+    FIFO, which renaming would replace."""
     path = Path(path)
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:

@@ -21,7 +21,8 @@ SAMPLES = 64  # groupings
 SAMPLES_ALONE = 128  # without polish
 DIVISIONS = 4  # of the layers, for each grouping
 MOVES = 6000  # of polish without a budget
-STARTS = 3  # samples that are polished; a plain start is, too, since the best samples may all lie in one valley
+STARTS = 4  # states that are polished; the last is a plain start, since the best samples may all lie in one valley
+MOVES_A_START = 10  # times K^2: fewer states are polished where a budget allows fewer moves than that for each
 CHUNK = 250  # moves between two looks at the clock; fewer where one simulation takes long
 CHUNK_OPS = 1 << 21  # that a chunk simulates at most, a few milliseconds
 SAMPLING_PART = 0.25  # of a budget; large problems get fewer samples, at least FEWEST
@@ -84,10 +85,12 @@ class NNPiper:
         if not polish:
             return cost.decode(*(a[order[0]] for a in states))
         rng = np.random.default_rng(seed)
-        chosen = _distinct(states, step_s, order)
-        if samples and not pins and most_devices is None:  # else it breaks them
-            chosen.append(best_start(problem, rng))
         deadline = begin + budget_s if budget_s else None
+        count = STARTS if deadline is None else _startable(problem, deadline - time.perf_counter())
+        plain = count > 1 and samples > 0 and not pins and most_devices is None  # it breaks wishes
+        chosen = _distinct(states, step_s, order, count - plain)
+        if plain:
+            chosen.append(best_start(problem, rng))
         hot = HOT if overflow[order[0]] == 0 else HOT_OVER_MEMORY
         search = Search(problem, most_devices)
         best = cost.decode(*_polish(search, chosen, hot, moves, deadline, rng))
@@ -188,13 +191,19 @@ def _with_memory_plan(problem, states, step_s, overflow, most_devices):
             np.concatenate([overflow, over]))
 
 
-def _distinct(states, step_s, order):
-    """The best STARTS samples with different steps: equal steps are nearly always the same strategy twice."""
+def _startable(problem, seconds):
+    """How many states can be polished in so much time: a move takes about 0.4 us, and one in four is simulated."""
+    move_s = 4e-7 + 0.25 * 1.5e-9 * 2 * problem.stages * problem.micro_batches
+    return min(max(int(seconds / move_s / (MOVES_A_START * problem.devices**2)), 1), STARTS)
+
+
+def _distinct(states, step_s, order, count):
+    """The best `count` samples with different steps: equal steps are nearly always the same strategy twice."""
     chosen = []
     for n in order:
         if all(step_s[n] != step_s[other] for other in chosen):
             chosen.append(n)
-        if len(chosen) == STARTS:
+        if len(chosen) == count:
             break
     return [tuple(a[n].copy() for a in states) for n in chosen]
 

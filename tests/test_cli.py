@@ -70,12 +70,13 @@ def test_every_planner_answers_with_a_valid_plan_and_its_exact_step(planner, pro
     strategy = Strategy(tuple(answer["cuts"]), tuple(map(tuple, answer["groups"])))
     strategy.check(problem)
     assert answer["step_s"] == simulator.step_time(problem, strategy)
-    assert answer["feasible"] is True and answer["overflow_bytes"] == 0.0 and answer["lower_bound_s"] is None
+    assert answer["feasible"] is True and answer["overflow_bytes"] == 0.0
+    assert 0.0 < answer["lower_bound_s"] <= answer["step_s"] * (1 + 1e-9)
     assert (answer["file"], answer["planner"]) == (str(problem_file), planner)
     assert 0.0 < answer["solve_ms"] < 5000.0
 
 
-@pytest.mark.parametrize("planner", ["alpa-hetero", "exact", "nnpiper", "network"])
+@pytest.mark.parametrize("planner", ["exact", "nnpiper"])
 def test_compiling_does_not_count(planner, problem_file, tmp_path):
     """In a new process with no compiled code at hand, where compiling takes seconds, a small problem takes little."""
     code = ("import sys; from nnpiper import cli, solver; from nnpiper.network import Network; "

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nnpiper import cluster_file, cluster_schema
+from nnpiper import problem as problems
 from nnpiper.cluster import DEVICES, LINKS, MAX_DEVICES, Cluster, problem
 from nnpiper.cluster_file import build, load
 from nnpiper.paths import DATA
@@ -450,9 +451,9 @@ def test_paths_that_are_none(tmp_path, monkeypatch):
     refused(lambda: load(tmp_path / "gone.json"), tmp_path / "gone.json", ["cannot be read", "No such file"])
     with pytest.raises(InputError, match="cannot be read"):
         load("a\0b.toml")
-    monkeypatch.setattr(cluster_schema, "MAX_FILE_BYTES", 10)
+    monkeypatch.setattr(problems, "MAX_FILE_BYTES", 10)
     (tmp_path / "c.toml").write_bytes(b"#" * 11)
-    refused(lambda: load(tmp_path / "c.toml"), tmp_path / "c.toml", ["too large; allowed: up to 10 bytes"])
+    refused(lambda: load(tmp_path / "c.toml"), tmp_path / "c.toml", ["cannot be read: larger than 10 bytes"])
 
 
 # Mutated documents

@@ -13,7 +13,7 @@ c(s) both transfers over the boundary after it, per micro-batch.
 from collections.abc import Callable
 
 from ..problem import Problem, Strategy
-from . import alpa, alpa_hetero, amp, anneal, even, exact, metis, pipedream, pipeedge, piper
+from . import alpa, alpa_hetero, amp, anneal, even, exact, metis, pipedream, pipeedge, piper, subset
 from .assignments import PlannerLimit
 
 PLANNERS: dict[str, Callable[[Problem], Strategy]] = {
@@ -25,6 +25,7 @@ PLANNERS: dict[str, Callable[[Problem], Strategy]] = {
     "amp": amp.solve,
     "pipeedge": pipeedge.solve,
     "metis": metis.solve,
+    "subset": subset.solve,
     "anneal": anneal.solve,
     "exact": exact.solve,
 }

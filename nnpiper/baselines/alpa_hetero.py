@@ -22,7 +22,7 @@ from numba import njit
 
 from .. import cost
 from ..cost import ALL_REDUCE, BACKWARD, FORWARD, SEND_BACKWARD, SEND_FORWARD
-from ..problem import MAX_VALUE, Problem, Strategy
+from ..problem import Problem, Strategy
 from . import caps
 from .assignments import PlannerLimit
 
@@ -50,7 +50,7 @@ def solve(problem: Problem) -> Strategy:
                            f"allowed: at most {MAX_BYTES:.3g}")
     plan = _plan(problem)
     if plan is None:
-        plan = _plan(problem.replace(memory_bytes=np.full(problem.devices, MAX_VALUE)))
+        plan = _plan(problem.without_memory_limit())
     return plan
 
 

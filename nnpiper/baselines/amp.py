@@ -16,7 +16,7 @@ from numba import njit
 
 from .. import cost
 from ..cost import ALL_REDUCE, SEND_BACKWARD, SEND_FORWARD
-from ..problem import MAX_VALUE, Problem, Strategy
+from ..problem import Problem, Strategy
 from . import caps
 from .even import even_starts
 
@@ -25,7 +25,7 @@ def solve(problem: Problem) -> Strategy:
     """The plan with the least objective over both placements."""
     plan = _plan(problem)
     if plan is None:
-        plan = _plan(problem.replace(memory_bytes=np.full(problem.devices, MAX_VALUE)))
+        plan = _plan(problem.without_memory_limit())
     return plan
 
 
@@ -41,7 +41,7 @@ def placements(problem: Problem) -> list[tuple[tuple[int, ...], ...]]:
 def objective(problem: Problem, strategy: Strategy) -> float:
     """s of (M - 1) max C + sum C + sum c + max all-reduce on mean devices and true links."""
     S = problem.stages
-    unlimited = problem.replace(memory_bytes=np.full(problem.devices, MAX_VALUE))
+    unlimited = problem.without_memory_limit()
     load, reduce, link = _tables_of(unlimited, strategy.groups)
     bounds = strategy.bounds(problem.layers)
     stages = [load[s, bounds[s], bounds[s + 1]] for s in range(S)]

@@ -20,6 +20,7 @@ from numba import njit
 
 from .. import cost
 from ..cost import ALL_REDUCE, BACKWARD, FORWARD, SEND_BACKWARD, SEND_FORWARD
+from ..device_sets import same_before
 from ..problem import Problem, Strategy
 from ..search import cuts_by_share, device_speed, layer_work
 from . import assignments
@@ -32,12 +33,12 @@ ATTEMPTS = 3
 def solve(problem: Problem) -> Strategy:
     """The best balanced plan over all assignments. Raises PlannerLimit."""
     S = problem.stages
-    same = assignments.same_before(problem)
-    n = assignments.count(same, S, unused=False)
+    same = same_before(problem)
+    n = assignments.count(same, S)
     if n > MAX_ASSIGNMENTS:
         raise PlannerLimit(f"metis: {n:.3g} different assignments of {problem.devices} devices to {S} stages; "
                            f"allowed: at most {MAX_ASSIGNMENTS}")
-    return balance(problem, assignments.labels(same, S, unused=False))
+    return balance(problem, assignments.labels(same, S))
 
 
 def balance(problem: Problem, labels: np.ndarray) -> Strategy:

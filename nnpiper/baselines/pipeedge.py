@@ -15,7 +15,7 @@ import numpy as np
 from numba import njit
 
 from .. import cost
-from ..problem import MAX_VALUE, Problem, Strategy
+from ..problem import Problem, Strategy
 from .assignments import PlannerLimit
 
 MAX_DEVICES = 18
@@ -28,7 +28,7 @@ def solve(problem: Problem) -> Strategy:
         raise PlannerLimit(f"pipeedge: {problem.devices} devices; allowed: at most {MAX_DEVICES}, its sets number 2^K")
     plan = _plan(problem)
     if plan is None:
-        plan = _plan(problem.replace(memory_bytes=np.full(problem.devices, MAX_VALUE)))
+        plan = _plan(problem.without_memory_limit())
     return plan
 
 

@@ -241,7 +241,8 @@ def _message(invalid):
     if error["type"] == "extra_forbidden":
         if not issubclass(table, _Bandwidth):
             return f"{where}: unknown key{hint(keys[-1], fields)}; allowed: {', '.join(fields)}"
-        guess = f": {NO_UNIT}" if re.search("band|rate|speed|[kmgt]i?b", keys[-1].lower()) else ""
+        guess = (f": {NO_UNIT}" if re.search("band|rate|speed|[kmgt]i?b", keys[-1].lower())
+                 else hint(keys[-1], fields))
         return f"{where}: unknown key{guess}; allowed: {UNITS}"
     allowed = fields[keys[-1]].description
     if error["type"] == "missing":

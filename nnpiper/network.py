@@ -124,7 +124,8 @@ class Divisions(NamedTuple):
 
     @torch.no_grad()
     def around(self, share: np.ndarray, R: int, generator: torch.Generator) -> Tensor:
-        """[A, 1, R, S] log shares for the last grouping: number 0 divides as `share` [A, S] does, the rest are drawn."""
+        """[A, 1, R, S] log shares for the last grouping: number 0 divides as `share` [A, S] does, the others are
+        drawn."""
         last = Divisions(self.mean[:, -1:], self.sigma[:, -1:])
         drawn = last.draw(R, generator)
         given = torch.from_numpy(np.log(np.maximum(share, 1e-9))).float()

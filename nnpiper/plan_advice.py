@@ -51,18 +51,6 @@ def other_sizes(task: Task, best: Found, scanned: list[Found]) -> list[str]:
                                      f"fast, {_time(task, found)}"]
 
 
-def replicas(task: Task, best: Found) -> list[str]:
-    """A line for replicas that cannot each get a whole sequence."""
-    b = task.request.micro_batch_size
-    large = [s for s, group in enumerate(best.strategy.groups) if len(group) > b]
-    if not large:
-        return []
-    stages = f"stage {large[0]} has" if len(large) == 1 else (
-        f"stages {_some(list(map(str, large)), f'{len(large)} in all')} have")
-    return [f"{stages} more devices than a micro-batch has sequences ({b}): they share micro-batches by turns; for one "
-            "device a stage, ask for as many devices as stages"]
-
-
 def remedies(task: Task) -> list[str]:
     """Lines where no plan fits: what would make the model fit, each tried; all of it together where nothing does alone;
     or else what was tried, and what the memories lack in sum."""

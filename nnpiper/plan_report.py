@@ -89,13 +89,16 @@ def lines(plan: Plan) -> list[str]:
     if plan.feasible:
         out.append(f"bottleneck: {plan.bottleneck}")
         if plan.speedup is None:
-            out.append(f"an even split over {stages} does not fit into memory")
+            out.append(f"an even split over {stages} (equal layer counts, devices in file order) does not fit into memory")
         else:
-            out.append(f"{plan.speedup:.2f} times as fast as an even split over {stages}, {plan.even_s:.4g} s")
+            out.append(f"{plan.speedup:.2f} times as fast as an even split over {stages} (equal layer counts, devices in "
+                       f"file order), {plan.even_s:.4g} s")
         if plan.bound_s:
-            out.append(f"at most {plan.objective_s / plan.bound_s - 1:.1%} slower than any plan of {stages}: none "
-                       f"takes less than {plan.bound_s:.4g} s")
-        out += [f"unused: {device}; no plan found was faster with it" for device in plan.unused[:UNUSED]]
+            wishes = ", whatever devices it may use" if plan.request.pins or plan.request.max_devices else ""
+            out.append(f"no plan of {stages} under {plan.problem.schedule}{wishes} takes less than {plan.bound_s:.4g} s: "
+                       f"this one is at most {max(plan.objective_s / plan.bound_s - 1, 0.0):.1%} slower than the best")
+        why = "as asked" if plan.request.max_devices or plan.request.pins else "no plan found was faster with it"
+        out += [f"unused: {device}; {why}" for device in plan.unused[:UNUSED]]
         if len(plan.unused) > UNUSED:
             out.append(f"unused: {len(plan.unused) - UNUSED} further devices")
     else:

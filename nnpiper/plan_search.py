@@ -166,21 +166,24 @@ class Task:
     def solve(self, S: int, schedule: str, effort: tuple[int, int] = SCAN, most: int | None = None) -> Found:
         """The best plan found for one number of stages and one schedule, on at most `most` devices."""
         problem = self.base.replace(stages=S, schedule=schedule)
+        # a replica works on whole sequences: no more replicas than a micro-batch has
+        most = min(most or self.most, S * self.request.micro_batch_size)
         asked = [_fewer_micro_batches(problem)]
         if self.request.objective == "latency":
-            # one micro-batch alone; each stage has to hold what the first one keeps: that is on the safe side
+            # one micro-batch alone; once each stage has to hold what the first one keeps,
+            # which is on the safe side, and once what one micro-batch needs; `judge` knows
             waiting = in_flight(schedule, S, asked[0].micro_batches)[0]
-            asked.append(_keeping(asked[0], waiting, micro_batches=1))
+            asked += [_keeping(asked[0], waiting, micro_batches=1), asked[0].replace(micro_batches=1)]
         ease = min(1.0, (EFFORT_DEVICES / problem.devices) ** 2)
         samples = max(int(effort[0] * ease), FEWEST_SAMPLES)
         moves = max(int(effort[1] * min(ease, SEARCH_OPS / (S * asked[0].micro_batches))), FEWEST_MOVES)
         found = []
         for one in asked:
             strategy = self.piper.solve(one, seed=self.seed, samples=samples, moves=moves, pins=self.pins,
-                                        most_devices=most or self.most)
+                                        most_devices=most)
             if not keeps_pins(strategy, problem.layers, self.pins):
                 strategy = plan_pins.start(one, self.pins)
-            found.append(self.judge(problem, self._memory_first(one, strategy, most or self.most, moves // 2)))
+            found.append(self.judge(problem, self._trimmed(self._memory_first(one, strategy, most, moves // 2))))
         return min(found, key=lambda found: found.key)
 
     def _memory_first(self, problem: Problem, strategy: Strategy, most: int, moves: int) -> Strategy:
@@ -191,6 +194,12 @@ class Task:
         best, _, _ = search.run(state, moves, (HOT, COLD), random_state(np.random.default_rng(self.seed)))
         best = without_replicas(cost.decode(*best), problem.layers, self.pins)
         return best if keeps_pins(best, problem.layers, self.pins) else strategy
+
+    def _trimmed(self, strategy: Strategy) -> Strategy:
+        """The strategy without the slowest devices of groups that have more than a micro-batch has sequences."""
+        speed = 1.0 / (self.base.forward_s + self.base.backward_s).sum(0).clip(1e-30)
+        groups = [sorted(group, key=lambda k: -speed[k])[:self.request.micro_batch_size] for group in strategy.groups]
+        return Strategy(strategy.cuts, tuple(map(tuple, groups)))
 
     def judge(self, problem: Problem, strategy: Strategy) -> Found:
         """What the exact simulator and the memory check say."""

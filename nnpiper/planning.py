@@ -21,7 +21,7 @@ from .baselines.even import even_starts
 from .bound import lower_bound
 from .cluster import Cluster
 from .cost import ALL_REDUCE, BACKWARD, FORWARD, SEND_BACKWARD, SEND_FORWARD
-from .plan_advice import device_list, layer_range, other_sizes, remedies, replicas, size, with_fewer_devices
+from .plan_advice import device_list, layer_range, other_sizes, remedies, size, with_fewer_devices
 from .plan_file import PlanDevice, PlanFigures, PlanFile, StageFigures
 from .plan_search import Request, Task, latency
 from .problem import InputError, Problem, Strategy
@@ -159,7 +159,7 @@ def plan(cluster: Cluster, request: Request, piper: NNPiper | None = None, seed:
     if best.overflow_bytes > 0:
         return _described(task, best, remedies(task))
     best, fewer_devices = with_fewer_devices(task, best)
-    return _described(task, best, [*other_sizes(task, best, scanned), *fewer_devices, *replicas(task, best)])
+    return _described(task, best, [*other_sizes(task, best, scanned), *fewer_devices])
 
 
 def _described(task, best, advice):
@@ -194,7 +194,7 @@ def _described(task, best, advice):
 def _even(task, best):
     """Equal layer counts on runs of as many devices as are allowed, in the cluster's order."""
     p = best.problem
-    starts = even_starts(task.most, p.stages)
+    starts = even_starts(min(task.most, p.stages * task.request.micro_batch_size), p.stages)
     groups = tuple(tuple(range(first, last)) for first, last in zip(starts, starts[1:]))
     return task.judge(p, Strategy(tuple(even_starts(p.layers, p.stages)[1:-1]), groups))
 

@@ -263,6 +263,7 @@ def read_json(path, model: type[BaseModel]) -> BaseModel:
         value = value if len(value) <= 60 else value[:57] + "..."
         top = first["type"] == "extra_forbidden" and len(first["loc"]) == 1
         allowed = f"; allowed fields: {', '.join(model.model_fields)}" if top else ""
+        allowed = "; allowed: JSON" if first["type"] == "json_invalid" else allowed
         raise InputError(f"{path}: {field}: {value}: {first['msg']}{allowed}") from None
 
 

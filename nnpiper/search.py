@@ -3,8 +3,8 @@
 A state is a strategy as `cost.encode` writes it (bounds, order, starts). A move is accepted when the new energy is
 below a threshold that is drawn beforehand (Metropolis: current energy - temperature log u), so that most moves are
 refused by the lower bound of their step alone, without a simulation. Energy = step time x (1 + OVERFLOW_WEIGHT x
-overflow / mean memory of a device); the best state is the feasible one with the shortest step, or the one with the least
-overflow. Temperatures are relative to the energy.
+overflow / mean memory of a device); the best state is the feasible one with the shortest step, or the one with the
+least overflow. Temperatures are relative to the energy.
 """
 
 import math

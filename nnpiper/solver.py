@@ -56,7 +56,8 @@ class NNPiper:
         """The best strategy found: feasible if any feasible one was met, else the one with the least bytes over memory.
 
         With budget_s the polish goes on until that many seconds have gone since the call, fewer samples are drawn where
-        all of them would use it up, and none where even a few would; without, it makes `moves` moves, and the same seed gives the same strategy.
+        all of them would use it up, and none where even a few would; without, it makes `moves` moves, and the same seed
+        gives the same strategy.
         Without polish: the best of the network's samples. Where no sample is feasible, the plan that fills the devices
         by falling memory joins them.
 
@@ -116,7 +117,8 @@ def check_wishes(problem: Problem, pins: dict[int, int] | None, most_devices: in
     L, K, S = problem.layers, problem.devices, problem.stages
     for layer, device in (pins or {}).items():
         if not (0 <= layer < L and 0 <= device < K):
-            raise InputError(f"pins: layer {layer} on device {device}; allowed: layers 0 to {L - 1}, devices 0 to {K - 1}")
+            raise InputError(f"pins: layer {layer} on device {device}; "
+                             f"allowed: layers 0 to {L - 1}, devices 0 to {K - 1}")
     if most_devices is not None and not S <= most_devices:
         raise InputError(f"most_devices: {most_devices}; allowed: at least the number of stages, {S}")
 

@@ -75,7 +75,8 @@ def _train(out, recipe, progress, rank, world):
     target, resume, log = out / "nnpiper.pt", out / "resume.pt", out / "log.csv"
     out.mkdir(parents=True, exist_ok=True)  # says at once, not after minutes, that a folder cannot be made
     torch.manual_seed(recipe.seed)
-    network = checkpoint.load(Path(recipe.start)).train().requires_grad_() if recipe.start else Network(recipe.size, recipe.blind)
+    network = (checkpoint.load(Path(recipe.start)).train().requires_grad_() if recipe.start
+               else Network(recipe.size, recipe.blind))
     optimizer = torch.optim.AdamW(network.parameters(), lr=recipe.learning_rate, weight_decay=0.01)
     rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.learning_rate, total_steps=recipe.steps,
                                                pct_start=0.05 if recipe.steps > 20 else 0.3)  # at 20 it would fail

@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nnpiper import cost, plan_advice, plan_file, plan_pins, planning, simulator
+from nnpiper import cluster_file, cost, export, plan_advice, plan_file, plan_pins, planning, simulator
 from nnpiper.baselines import exact
 from nnpiper.cluster import Cluster
 from nnpiper.plan_advice import count, device_list, layer_range, size
-from nnpiper.plan_search import Task, problem_of
+from nnpiper.paths import ROOT
+from nnpiper.plan_search import Task, latency, problem_of
 from nnpiper.planning import Request, plan
-from nnpiper.problem import InputError
+from nnpiper.problem import InputError, Strategy
 from nnpiper.solver import NNPiper, keeps_pins
 from nnpiper.workload import Model, Workload, chain
 
@@ -238,7 +239,7 @@ def test_auto_is_the_best_of_all_stages_and_schedules(seed, objective, piper):
     rng = np.random.default_rng(seed)
     own = workload(rng.uniform(0.5, 2.0, 6), output_mb=rng.uniform(1, 50))
     four = cluster(rng.uniform(20, 200, 4), 100)
-    found = plan(four, Request(own, 6, objective=objective), piper)
+    found = plan(four, Request(own, 6, micro_batch_size=4, objective=objective), piper)
     best = np.inf
     for S in range(1, 5):
         for schedule in ("1f1b", "gpipe"):
@@ -246,6 +247,35 @@ def test_auto_is_the_best_of_all_stages_and_schedules(seed, objective, piper):
             best = min(best, simulator.step_time(problem, exact.solve(problem)))
     assert found.objective_s == pytest.approx(best, rel=1e-9)
     assert found.bound_s <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("b", [1, 2])
+def test_no_stage_has_more_replicas_than_a_micro_batch_has_sequences(b, piper):
+    """A replica works on whole sequences: a fraction of one fits nowhere. So with one sequence, each stage has one
+    device, and every format that knows stages takes the plan."""
+    gpus = cluster_file.load(ROOT / "data/clusters/dgx.toml")
+    for stages in (None, 2):
+        found = plan(gpus, Request("gpt2-xl", 16, stages, micro_batch_size=b), piper)
+        assert found.feasible and max(map(len, found.strategy.groups)) <= b
+        if b == 1:
+            assert "--pipeline-model-parallel-layout" in export.export(found.to_file(), "megatron")
+
+
+def test_devices_without_a_whole_sequence_do_not_make_a_model_fit(piper):
+    """35 GB on one device of 32.4 GB usable: a second device is of no use to one sequence on one stage."""
+    found = plan(cluster([100, 100], 32.4), Request("gpt2-xl", 1, 1), piper)
+    assert not found.feasible and all(len(group) == 1 for group in found.strategy.groups)
+    assert not any("devices would make it fit: 1 stage" in line for line in found.advice)
+
+
+def test_latency_finds_the_plan_that_only_one_waiting_micro_batch_allows(piper):
+    """The search for latency keeps to what all waiting micro-batches need and to what one needs, and takes the better."""
+    gpus = cluster_file.load(ROOT / "data/clusters/wan.toml")
+    request = Request("gpt2-xl", 8, 2, pins={0: "gpu7", 49: "gpu0"}, objective="latency")
+    found = plan(gpus, request, piper)
+    first = cost.overflow_bytes(found.problem, Strategy((1,), ((7,), (0,))))
+    assert found.feasible and first == 0
+    assert found.objective_s <= latency(found.problem, Strategy((1,), ((7,), (0,)))) * (1 + 1e-9)
 
 
 def test_the_figures_are_those_of_simulator_and_cost_model(piper):

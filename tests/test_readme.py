@@ -69,7 +69,7 @@ def test_the_numbers_of_the_plan(ran):
     stated = float(re.search(r"Expect a step of ([\d.]+) s", SECTION)[1])
     assert plan.step_s == pytest.approx(stated, rel=0.01)
     assert f"step {plan.step_s:.4g} s" in stdout_of(ran, "--out plan.json")
-    assert "an even split over 4 stages does not fit into memory" in stdout_of(ran, "--out plan.json")
+    assert "an even split over 4 stages (equal layer counts, devices in file order) does not fit into memory" in stdout_of(ran, "--out plan.json")
     page = (ran[1] / "plan.html").read_text(encoding="utf-8")
     assert page.startswith("<!DOCTYPE html>") and "one step: " in page
 

@@ -23,8 +23,9 @@ MOST_STEPS = 3e8  # of `solve`: up to a minute
 
 def solve(problem: Problem) -> Strategy:
     """A strategy with the least exact step. Raises PlannerLimit where that cannot be proven within the caps."""
-    program = subset_program.build(problem, MOST_KEYS, MOST_PAIRS)
-    strategy, _, _, proven = (None, 0.0, 0.0, False) if program is None else _prove(problem, MOST_STEPS, math.inf)
+    program = _program(problem)
+    strategy, _, _, proven = (None, 0.0, 0.0, False) if program is None else _prove(problem, program, MOST_STEPS,
+                                                                                    math.inf)
     if not proven:
         raise PlannerLimit(f"exact: no proof for {problem.devices} devices, {problem.layers} layers and "
                            f"{problem.stages} stages; allowed: at most {MOST_STEPS:.3g} steps of the search")
@@ -34,17 +35,22 @@ def solve(problem: Problem) -> Strategy:
 def prove(problem: Problem, limit_s: float) -> tuple[Strategy, float, float, bool]:
     """(the best strategy found, its step in s, a lower bound of all feasible steps in s, whether that proves the
     strategy the best) after a search of about limit_s seconds, or less where it is done."""
-    return _prove(problem, math.inf, time.perf_counter() + limit_s)
+    deadline = time.perf_counter() + limit_s
+    return _prove(problem, _program(problem), math.inf, deadline)
 
 
-def _prove(problem, most_steps, deadline):
-    program = subset_program.build(problem, MOST_KEYS, MOST_PAIRS)
+def _program(problem):
+    return subset_program.build(problem, MOST_KEYS, MOST_PAIRS)
+
+
+def _prove(problem, program, most_steps, deadline):
     best = anneal.solve(problem)
     step_s, fits = simulator.step_time(problem, best), cost.overflow_bytes(problem, best) == 0.0
     if program is None:
         return best, step_s, lower_bound(problem), False
     if not fits and not subset_program.feasible(program):
-        return _prove(problem.without_memory_limit(), most_steps, deadline)
+        free = problem.without_memory_limit()
+        return _prove(free, _program(free), most_steps, deadline)
     better, lower_s, proven = minimise(problem, program, step_s if fits else None, False, most_steps, deadline)
     if better is not None:
         best, step_s, fits = better, simulator.step_time(problem, better), True

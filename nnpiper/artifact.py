@@ -104,6 +104,7 @@ def train_checkpoint(out: Path) -> Path:
 def _reproduce(options, out):
     from rich.console import Console
 
+    from .engine.links import access
     from .runner import NotebookError, Settings, is_current, read_chain, run_chain
     from .problem import InputError
 
@@ -120,6 +121,9 @@ def _reproduce(options, out):
         memory = max((n.says.memory_gb for n in todo), default=0)
         console.print(f"{len(todo)} of {len(chain)} notebooks to run into {out.relative_to(ROOT)}/: "
                       f"about {minutes:.0f} minutes on two cores, {memory:g} GB of memory at most")
+        engine = [n.number for n in todo if "engine" in n.name]
+        if engine and (lacking := access().lacking):
+            console.print(f"no emulated cluster here: {lacking}; notebook {engine[0]} shows the shipped measurements")
         if options.retrain:
             settings = Settings(ROOT, out, mode, train_checkpoint(out), shipped=False, force=options.force)
         run_chain(chain, settings, console)

@@ -66,18 +66,19 @@ class Batch:
                            running(self.static_bytes), running(self.gradient_bytes), self.output_bytes,
                            self.memory_bytes, 1.0 / self.bandwidth_bytes_per_s, self.latency_s,
                            in_flight(self.schedule, S, M), simulator.op_table(self.schedule, S, M),
-                           self.transfers == "blocking", M, bounds, order, starts)
+                           self.transfers == "blocking", self.schedule == "1f1b", M, bounds, order, starts)
 
 
 @njit(cache=True)
 def _step_times(forward, backward, stash, static, gradient, output, memory, s_per_byte, latency, flight, ops, blocking,
-                M, bounds, order, starts):
+                one_f_one_b, M, bounds, order, starts):
     A, N = bounds.shape[0], bounds.shape[1]
     step, overflow = np.zeros((A, N)), np.zeros((A, N))
     for a in range(A):
         p = Packed(forward[a], backward[a], stash[a], static[a], gradient[a], output[a], memory[a], s_per_byte[a],
                    latency[a], flight)
-        step[a], overflow[a] = simulator.evaluate_all(p, ops, blocking, M, bounds[a], order[a], starts[a])
+        step[a], overflow[a] = simulator.evaluate_all(p, ops, blocking, one_f_one_b, M, bounds[a], order[a],
+                                                          starts[a])
     return step, overflow
 
 

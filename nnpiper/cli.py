@@ -1,4 +1,5 @@
-"""The command line: solve, simulate, train, reproduce, and from `cli_plan` plan, compare, export, profile.
+"""The command line: solve, simulate, train, ablate, reproduce; from `cli_plan` plan, compare, export, profile; from
+`cli_engine` engine.
 
 Exit codes: 0 done; 2 bad input, with one line to stderr; 3 the strategy does not fit into memory. Whatever takes
 long to import is imported where it is used, so that `nnpiper --help` answers at once.
@@ -15,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from . import cli_plan
+from . import cli_engine, cli_plan
 from .paths import ROOT
 
 PLANNERS = ("nnpiper", "network", "even", "pipedream", "piper", "alpa", "alpa-hetero", "amp", "pipeedge", "metis",
@@ -150,6 +151,26 @@ def train(
     return 0
 
 
+@app.command()
+def ablate(
+    seconds: Annotated[float, typer.Option(help="CPU time of each training.", metavar="N")] = 120.0,
+    seeds: Annotated[int, typer.Option(help="Trainings of each kind.", metavar="N")] = 3,
+    out: Annotated[Path, typer.Option(help="Folder of the trainings and of ablations.csv; a study that was killed goes "
+                                           "on from here.", metavar="FOLDER")] = Path("runs/ablations"),
+) -> int:
+    """Train with one thing changed at a time and judge the networks: what notebook 08 shows. Two hours on two cores."""
+    from .problem import InputError
+
+    _check_range("--seconds", seconds, 1, 10**6)
+    _check_range("--seeds", seeds, 1, 100)
+    if out.exists() and not out.is_dir():
+        raise InputError(f"--out: {out} is a file; allowed: a folder")
+    from . import ablations
+    ablations.study(out, seconds, seeds)
+    print(f"wrote {out / 'ablations.csv'}")
+    return 0
+
+
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def reproduce(context: typer.Context) -> int:
     """Regenerate every table and figure: ./reproduce.sh, with its options (see reproduce --help)."""
@@ -163,6 +184,7 @@ def reproduce(context: typer.Context) -> int:
 
 
 cli_plan.register(app)
+cli_engine.register(app)
 
 
 def _bad_input(message):

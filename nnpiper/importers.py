@@ -1,7 +1,8 @@
 """Importers: measured layers in the files of Metis, Piper, PipeDream and Sailor, and problems made of them.
 
 Symbols: L layers, K devices, T device types that were measured. Every importer gives a `MeasuredChain`, whose `problem`
-places its types on devices. One device is one GPU: what a file holds for tensor parallelism above 1 is not read.
+places its types on devices. One device is one GPU; of what the files hold for tensor parallelism above 1, Sailor's
+alone is read: there a device may be the GPUs that share every layer.
 
 What the files leave open is filled in by these rules:
 
@@ -210,20 +211,29 @@ def _metis_bandwidth(value):
     return value if value >= 1e6 else value * 1e9
 
 
-def sailor(files: Mapping[str, str | Path], info_file, model: str, micro_batch_size: int) -> MeasuredChain:
+def sailor(files: Mapping[str, str | Path], info_file, model: str, micro_batch_size: int, tensor_parallel: int = 1,
+           shared_card: bool = False) -> MeasuredChain:
     """Sailor's profiles, one file for each type of device: {type: path}, and its llm_info.json.
 
     A profile is {micro-batch size: {tensor-parallel degree: {layer: [forward s, backward s, update s]}}}, the info file
     {model: {tensor-parallel degree: {layer: bytes}}} for one sequence: stash act_mem_bytes and output act_output_bytes
-    grow with the micro-batch. Raises InputError: one line with file, field, value and what is allowed.
+    grow with the micro-batch.
+
+    tensor_parallel: the GPUs of one node that together are a device; bytes are those of one of them
+    shared_card: whether these GPUs reach other nodes over one network card. Then the gradients of all of them count,
+        since each reduces its own part with its counterparts on the other nodes, all at the same time.
+
+    Raises InputError: one line with file, field, value and what is allowed.
     """
     check_count("micro_batch_size", micro_batch_size, MAX_MICRO_BATCH_SIZE)
-    entries = read_json(info_file, SailorInfo).root
-    layers = _layers(_at(info_file, _at(info_file, entries, "model", model), "tensor-parallel degree", "1"), info_file)
+    check_count("tensor_parallel", tensor_parallel, MAX_DEVICES)
+    entries, degree = read_json(info_file, SailorInfo).root, str(tensor_parallel)
+    layers = _layers(_at(info_file, _at(info_file, entries, "model", model), "tensor-parallel degree", degree),
+                     info_file)
     times = []
     for path in _some(files).values():
         sizes = _at(path, read_json(path, SailorProfile).root, "micro_batch_size", str(micro_batch_size))
-        times.append(_layers(_at(path, sizes, "tensor-parallel degree", "1"), path))
+        times.append(_layers(_at(path, sizes, "tensor-parallel degree", degree), path))
         if len(times[-1]) != len(layers):
             raise InputError(f"{path}: {len(times[-1])} layers; allowed: {len(layers)} as in {info_file}")
     weights = np.array([layer.params_bytes for layer in layers])
@@ -233,7 +243,7 @@ def sailor(files: Mapping[str, str | Path], info_file, model: str, micro_batch_s
         np.transpose([[backward for _, backward, _ in each] for each in times]),
         [micro_batch_size * layer.act_output_bytes for layer in layers[:-1]] + [0.0],
         [micro_batch_size * layer.act_mem_bytes for layer in layers],
-        ADAM_BYTES / WEIGHT_BYTES * weights, weights)
+        ADAM_BYTES / WEIGHT_BYTES * weights, weights * (tensor_parallel if shared_card else 1))
 
 
 def sailor_bandwidth(within_file, between_file, types, nodes, zone: str) -> np.ndarray:

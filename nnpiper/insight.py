@@ -1,4 +1,4 @@
-"""Insight: what the network has learned, what its training reads, and short trainings with one thing changed.
+"""Insight: what the network has learned, and what its training reads.
 
 Symbols: K devices, S stages.
 """
@@ -8,24 +8,17 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from . import vcta
 from .batch import Batch
 from .experiments import Case, piper
 from .network import Network, State
 from .paths import ROOT
 from .problem import Problem
 from .solver import NNPiper
-
-# the recipe's fields that each ablation changes
-ABLATIONS = {"as shipped": {}, "blind to links": {"blind": "links"}, "blind to devices": {"blind": "devices"},
-             "policy gradient": {"contrast": "policy-gradient"}}
-
 
 def transfer_times(problem: Problem) -> np.ndarray:
     """[K, K] s of a mean activation over the link from k to j; NaN on the diagonal."""
@@ -83,23 +76,6 @@ def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
     if min(rank.std() for rank in ranks) == 0.0:
         return 0.0
     return float(np.corrcoef(*ranks)[0, 1])
-
-
-@dataclass(frozen=True)
-class Training:
-    """A short training of an ablation: a name in ABLATIONS, seed, number of steps, folder."""
-
-    ablation: str
-    seed: int
-    steps: int
-    out: Path
-
-
-def train_one(training: Training) -> Path:
-    """Train anew (nothing is resumed) into the training's folder; returns the checkpoint."""
-    (training.out / "resume.pt").unlink(missing_ok=True)
-    recipe = vcta.Recipe(steps=training.steps, seed=training.seed, **ABLATIONS[training.ablation])
-    return vcta.train(training.out, recipe, progress=False)
 
 
 def files_read_by_training(steps: int = 1) -> list[str]:

@@ -142,12 +142,12 @@ class Divisions(NamedTuple):
 
 
 class Network(nn.Module):
-    """See the module. `size` is kept for the checkpoint; `blind` hides a part of the input ("links", "devices")."""
+    """See the module. `size` is kept for the checkpoint; `blind`, one of BLIND or "", hides a part of the input."""
 
     def __init__(self, size: Size = Size(), blind: str = ""):
         super().__init__()
-        if blind not in ("", "links", "devices"):
-            raise InputError(f"blind: {blind!r}; allowed: nothing, links, devices")
+        if blind and blind not in BLIND:
+            raise InputError(f"blind: {blind!r}; allowed: nothing, {', '.join(BLIND)}")
         self.size, self.blind = size, blind
         D, H, C = size.width, size.heads, CHANNELS
         self.device_in = nn.Linear(DEVICE_FEATURES + GLOBAL_FEATURES, D)
@@ -163,13 +163,12 @@ class Network(nn.Module):
 
     def features(self, problems: Batch) -> Features:
         """What this network reads of A problems with equal K, S, schedule and transfers."""
-        if self.blind == "links":
-            return features(replace(problems, bandwidth_bytes_per_s=np.full_like(problems.bandwidth_bytes_per_s, 1e30),
-                                    latency_s=np.zeros_like(problems.latency_s)))
-        if self.blind == "devices":
-            mean = lambda a: np.broadcast_to(a.mean(-1, keepdims=True), a.shape)
-            return features(replace(problems, forward_s=mean(problems.forward_s), backward_s=mean(problems.backward_s),
-                                    memory_bytes=mean(problems.memory_bytes)))
+        if self.blind:
+            seen = features(BLIND[self.blind](problems))
+            if self.blind != "stages":
+                return seen
+            # decoding always knows how many stages it has to fill, and the divider which ones it divides for
+            return seen._replace(stages=problems.stages, in_flight=features(problems).in_flight)
         return features(problems)
 
     def encode(self, f: Features) -> Encoding:
@@ -414,3 +413,19 @@ def _log(ratio):
 
 def _clip(value):
     return value.clip(-3.0, 3.0)
+
+
+def _same(*names):
+    """Hides what tells the devices apart in these fields: all as the mean one."""
+    mean = lambda a: np.broadcast_to(a.mean(-1, keepdims=True), a.shape)
+    return lambda problems: replace(problems, **{name: mean(getattr(problems, name)) for name in names})
+
+
+# what an ablation keeps from the network: the problem that it sees in place of the true one
+BLIND = {
+    "links": lambda p: replace(p, bandwidth_bytes_per_s=np.full_like(p.bandwidth_bytes_per_s, 1e30),
+                               latency_s=np.zeros_like(p.latency_s)),
+    "devices": _same("forward_s", "backward_s", "memory_bytes"),
+    "memory": lambda p: replace(p, memory_bytes=np.full_like(p.memory_bytes, 1e15)),
+    "micro-batches": lambda p: replace(p, micro_batches=16),
+    "stages": lambda p: replace(p, stages=p.memory_bytes.shape[1])}

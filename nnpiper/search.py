@@ -2,9 +2,9 @@
 
 A state is a strategy as `cost.encode` writes it (bounds, order, starts). A move is accepted when the new energy is
 below a threshold that is drawn beforehand (Metropolis: current energy - temperature log u), so that most moves are
-refused by the lower bound of their step alone, without a simulation. Energy = step time x (1 + OVERFLOW_WEIGHT x
-overflow / mean memory of a device); the best state is the feasible one with the shortest step, or the one with the
-least overflow. Temperatures are relative to the energy.
+refused by the lower bound of their step alone, without a simulation; under GPipe the bound is the step. Energy = step
+time x (1 + OVERFLOW_WEIGHT x overflow / mean memory of a device); the best state is the feasible one with the shortest
+step, or the one with the least overflow. Temperatures are relative to the energy.
 """
 
 import math
@@ -165,8 +165,9 @@ def _search(p, ops, blocking, one_f_one_b, M, bounds, order, starts, best_bounds
         new_overflow = _update_costs(p, bounds, order, starts, new_bounds, new_order, new_starts, new_stages, new_share,
                                      new_over, used)
         weight = 1.0 + overflow_weight * new_overflow / memory
-        accepted = step_bound(new_stages, M, blocking, one_f_one_b) * weight <= threshold
-        if accepted:
+        new_step = step_bound(new_stages, M, blocking, one_f_one_b)
+        accepted = new_step * weight <= threshold
+        if accepted and one_f_one_b:
             new_step = run_step(ops, new_stages, blocking, space)
             accepted = new_step * weight <= threshold
         if accepted:

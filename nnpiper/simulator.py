@@ -2,7 +2,8 @@
 
 A step is M micro-batches through all S stages, forward and backward, and the all-reduce of replicated stages. The
 simulator runs the operations of a schedule's program one by one: an operation starts when its stage is free and its
-input has arrived. It knows no devices. About 1.5-2 ns an operation.
+input has arrived. It knows no devices. About 1.5-2 ns an operation; under GPipe the compiled loops use the same step's
+closed form.
 """
 
 import math
@@ -79,7 +80,8 @@ def step_times(problem: Problem, bounds, order, starts, threads: int = 1) -> tup
     construction). Keeps to one thread unless asked for more."""
     S, M = problem.stages, problem.micro_batches
     ops = op_table(problem.schedule, S, M)
-    arguments = cost.pack(problem), ops, problem.transfers == "blocking", M, bounds, order, starts
+    rules = problem.transfers == "blocking", problem.schedule == "1f1b", M
+    arguments = cost.pack(problem), ops, *rules, bounds, order, starts
     if threads == 1:
         return evaluate_all(*arguments)
     before = get_num_threads()
@@ -157,13 +159,42 @@ def _run(ops, stages, blocking, space, times):
     return step
 
 
+@njit(cache=True, error_model="numpy")
+def gpipe_step(stages, M, blocking):
+    """The GPipe step of stage arrays [5, S], in O(S), equal to `run_step`'s but for rounding.
+
+    Each phase is a permutation flow shop of M equal jobs, in which job M leaves a machine after sum + (M - 1) x max of
+    the machines up to it. A stage is a machine, with its send where transfers block, else the channel is the next one.
+    The last stage begins its B's when its F's are done; by then all others have done theirs, and sent them.
+    """
+    S = stages.shape[1]
+    way, widest = 0.0, 0.0
+    for s in range(S):
+        forward, send = stages[FORWARD, s], stages[SEND_FORWARD, s]
+        way += forward + send
+        widest = max(widest, forward + send) if blocking else max(widest, forward, send)
+    turn = way + (M - 1) * widest
+    way, widest, step = 0.0, 0.0, 0.0
+    for s in range(S - 1, -1, -1):
+        backward, send = stages[BACKWARD, s], stages[SEND_BACKWARD, s - 1] if s > 0 else 0.0
+        busy = backward + send if blocking else backward
+        widest = max(widest, busy)
+        step = max(step, turn + way + busy + (M - 1) * widest + stages[ALL_REDUCE, s])
+        way += backward + send
+        if not blocking:
+            widest = max(widest, send)
+    return step
+
+
 @njit(cache=True)
 def step_bound(stages, M, blocking, one_f_one_b):
-    """Lower bound of the step of stage arrays [5, S], in O(S). For every stage: the first micro-batch's way in, the
-    stage's own work (with blocking transfers also its sends, but for the last, which is on the way out), the last
-    one's way out, beside which the stage's all-reduce runs; and under 1F1B ceil(M / (S - s)) round trips to the last
-    stage, as S - s micro-batches are in flight.
+    """Lower bound of the step of stage arrays [5, S], in O(S); under GPipe the step itself. Under 1F1B, for
+    every stage: the first micro-batch's way in, the stage's own work (with blocking transfers also its sends, but for
+    the last, which is on the way out), the last one's way out, beside which the stage's all-reduce runs; and
+    ceil(M / (S - s)) round trips to the last stage, as S - s micro-batches are in flight.
     """
+    if not one_f_one_b:
+        return gpipe_step(stages, M, blocking)
     S = stages.shape[1]
     total = 0.0  # compute and transfers of one micro-batch through all stages and back
     for s in range(S):
@@ -177,29 +208,30 @@ def step_bound(stages, M, blocking, one_f_one_b):
             if s > 0:
                 own += (M - 1) * stages[SEND_BACKWARD, s - 1]
         bound = max(bound, head + own, way_in + own + stages[ALL_REDUCE, s])
-        trips = math.ceil(M / (S - s)) if one_f_one_b else 1
-        bound = max(bound, head + trips * (total - head))
+        bound = max(bound, head + math.ceil(M / (S - s)) * (total - head))
         head += work + stages[SEND_FORWARD, s] + stages[SEND_BACKWARD, s]
         way_in += stages[FORWARD, s] + stages[SEND_FORWARD, s]
     return bound
 
 
 @njit(cache=True)
-def evaluate_all(p, ops, blocking, M, bounds, order, starts):
+def evaluate_all(p, ops, blocking, one_f_one_b, M, bounds, order, starts):
+    """`step_times` of packed costs."""
     N, S = bounds.shape[0], bounds.shape[1] - 1
     step, overflow = np.zeros(N), np.zeros(N)
     stages, used, share, space = np.zeros((5, S)), np.zeros(order.shape[1]), np.zeros(order.shape[1]), workspace(S, M)
     for n in range(N):
         overflow[n] = cost.fill_stage_arrays(p, bounds[n], order[n], starts[n], stages, used, share)
-        step[n] = run_step(ops, stages, blocking, space)
+        step[n] = run_step(ops, stages, blocking, space) if one_f_one_b else gpipe_step(stages, M, blocking)
     return step, overflow
 
 
 @njit(cache=True, parallel=True)
-def _batch_parallel(p, ops, blocking, M, bounds, order, starts):
+def _batch_parallel(p, ops, blocking, one_f_one_b, M, bounds, order, starts):
     N = bounds.shape[0]
     step, overflow = np.zeros(N), np.zeros(N)
     for n in prange(N):
         one = slice(n, n + 1)
-        step[one], overflow[one] = evaluate_all(p, ops, blocking, M, bounds[one], order[one], starts[one])
+        step[one], overflow[one] = evaluate_all(p, ops, blocking, one_f_one_b, M, bounds[one], order[one],
+                                                starts[one])
     return step, overflow

@@ -22,7 +22,7 @@ SAMPLES_ALONE = 128  # without polish
 DIVISIONS = 4  # of the layers, for each grouping
 MOVES = 6000  # of polish without a budget
 STARTS = 4  # states that are polished; the last is a plain start, since the best samples may all lie in one valley
-MOVES_A_START = 10  # times K^2: fewer states are polished where a budget allows fewer moves than that for each
+MOVES_A_START = 10  # times K^2: fewer states are polished where there are fewer moves than that for each
 CHUNK = 250  # moves between two looks at the clock; fewer where one simulation takes long
 CHUNK_OPS = 1 << 21  # that a chunk simulates at most, a few milliseconds
 SAMPLING_PART = 0.25  # of a budget; large problems get fewer samples, at least FEWEST
@@ -30,8 +30,11 @@ FEWEST = 4
 # Where a budget is less than so many times what FEWEST samples take, a plain start is polished for the whole of it:
 # the first for S = K, where local search is at its best, the second for groups.
 WORTH = 3.0, 2.0
-HOT, COLD = 0.06, 0.0005  # temperature of the polish, relative to the step
+# Temperature of the polish, relative to the step: from HOT / sqrt(K), as more devices need more moves; 0.012 to 0.12
+# were tried at K = 12 and 16, 0.012 to 0.06 at K = 64
+HOT, COLD = 0.1, 0.0005
 HOT_OVER_MEMORY = 0.1  # a plan that does not fit has to be left, not refined
+HOPELESS = 1.25  # times the step of the best start: no polish for such a one
 
 
 class NNPiper:
@@ -87,15 +90,14 @@ class NNPiper:
             return cost.decode(*(a[order[0]] for a in states))
         rng = np.random.default_rng(seed)
         deadline = begin + budget_s if budget_s else None
-        count = STARTS if deadline is None else _startable(problem, deadline - time.perf_counter())
+        count = _startable(problem, moves if deadline is None else _moves_in(problem, deadline - time.perf_counter()))
         plain = count > 1 and samples > 0 and not pins and most_devices is None  # it breaks wishes
-        chosen = _distinct(states, step_s, order, count - plain)
+        starts = _distinct(states, step_s, order, count - plain)
         if plain:
-            chosen.append(best_start(problem, rng))
-        hot = HOT if overflow[order[0]] == 0 else HOT_OVER_MEMORY
-        search = Search(problem, most_devices)
-        best = cost.decode(*_polish(search, chosen, hot, moves, deadline, rng))
-        return without_replicas(best, problem.layers, pins or {})
+            starts = _hopeful(problem, [*starts, best_start(problem, rng)])
+        hot = hottest(problem) if overflow[order[0]] == 0 else HOT_OVER_MEMORY
+        best = _polish(Search(problem, most_devices), starts, hot, moves, deadline, rng)
+        return without_replicas(cost.decode(*best), problem.layers, pins or {})
 
     def sample(self, problem: Problem, samples: int, seed: int):
         """`samples` groupings with DIVISIONS divisions each, as `cost.encode` writes strategies, their steps in s and
@@ -151,6 +153,11 @@ def without_replicas(strategy: Strategy, layers: int, pins: dict[int, int]) -> S
     return Strategy(strategy.cuts, tuple(groups))
 
 
+def hottest(problem: Problem) -> float:
+    """The temperature from which good plans of this problem are polished."""
+    return HOT / math.sqrt(problem.devices)
+
+
 def _leave_out(problem, states, most_devices):
     """Take the slowest devices out of groups of several, in place, until no more than most_devices are used."""
     speed = device_speed(problem.forward_s + problem.backward_s)
@@ -193,10 +200,14 @@ def _with_memory_plan(problem, states, step_s, overflow, most_devices):
             np.concatenate([overflow, over]))
 
 
-def _startable(problem, seconds):
-    """How many states can be polished in so much time: a move takes about 0.4 us, and one in four is simulated."""
-    move_s = 4e-7 + 0.25 * 1.5e-9 * 2 * problem.stages * problem.micro_batches
-    return min(max(int(seconds / move_s / (MOVES_A_START * problem.devices**2)), 1), STARTS)
+def _moves_in(problem, seconds):
+    """How many moves fit into so much time: one takes about 0.4 us, and one in four is simulated."""
+    return seconds / (4e-7 + 0.25 * 1.5e-9 * 2 * problem.stages * problem.micro_batches)
+
+
+def _startable(problem, moves):
+    """How many states so many moves can polish."""
+    return min(max(int(moves / (MOVES_A_START * problem.devices**2)), 1), STARTS)
 
 
 def _distinct(states, step_s, order, count):
@@ -208,6 +219,13 @@ def _distinct(states, step_s, order, count):
         if len(chosen) == count:
             break
     return [tuple(a[n].copy() for a in states) for n in chosen]
+
+
+def _hopeful(problem, starts):
+    """The starts whose step is at most HOPELESS times that of the best one."""
+    step_s, overflow = simulator.step_times(problem, *(np.stack(parts) for parts in zip(*starts)))
+    most = HOPELESS * step_s[np.lexsort((step_s, overflow))[0]]
+    return [state for state, step in zip(starts, step_s) if step <= most]
 
 
 def _polish(search, starts, hot, moves, deadline, rng):

@@ -8,8 +8,9 @@ luck. Of two the better one shall become likelier than the worse one,
     loss = - sum over pairs (i better than j) of w(i) log sigmoid(BETA (log p(i) - log p(j))) / BETA,
 
 with w(i) = exp(- rank(i) / LEADER), so that the best strategies count most: the solver uses the best of many samples.
-The paper states the algorithm's name and purpose; this loss is this artifact's choice. Everything random in step t
-follows from (seed, t, rank), so a resumed run goes on exactly as the unbroken one.
+The paper states the algorithm's name and purpose; this loss is this artifact's choice, and `losses` has others to
+compare it with. Everything random in step t follows from (seed, t, rank), so a resumed run goes on exactly as the
+unbroken one.
 """
 
 import contextlib
@@ -28,13 +29,16 @@ import torch
 from torch import distributed
 from tqdm import tqdm
 
-from . import checkpoint, virtual
+from . import checkpoint, losses, virtual
 from .batch import Batch, disassemble
+from .losses import LOSSES
 from .network import Groupings, Network, Size, join
 from .problem import InputError, write_bytes, write_text
 from .search import Search, better, device_speed, layer_work, proportional_state, random_state
+from .starts import best_start
 
 LOG_FIELDS = ["step", "minutes", "loss", "gap_greedy", "gap_best", "gap_groups_greedy", "gap_groups_best"]
+POLISHED, IMITATED = (0.02, 5e-4), (0.1, 5e-4)  # temperatures, relative to the step: of a good plan, of a plain one
 
 
 @dataclass(frozen=True)
@@ -46,18 +50,17 @@ class Recipe:
     instances: int = 64  # a step, over all processes, of K <= 16 devices; of more devices fewer, for equal work
     groupings: int = 16  # N, an instance
     divisions: int = 8  # R, a grouping
-    contrast: str = "pairwise"  # or "policy-gradient": the usual one, with the samples' mean as baseline
-    beta: float = 0.1
-    leader: float = 4.0  # ranks over which a strategy's weight falls by e
+    loss: str = "pairwise"  # of `losses.LOSSES`; "imitation" draws nothing and learns the polished plain starts
     polish: int = 0  # moves of local search that an instance's best strategy makes to join the contrast; 0: none
     learning_rate: float = 1e-3
     blind: str = ""
     size: Size = Size()
+    log_rows: int = 40  # each with the gaps of the validation, which take seconds; 0: no log
     start: str = ""  # the checkpoint whose weights the training starts with; "": random ones
 
     def __post_init__(self):
-        if self.contrast not in ("pairwise", "policy-gradient"):
-            raise InputError(f"contrast: {self.contrast!r}; allowed: pairwise, policy-gradient")
+        if self.loss not in LOSSES:
+            raise InputError(f"loss: {self.loss!r}; allowed: {', '.join(LOSSES)}")
 
 
 def train(out: Path, recipe: Recipe = Recipe(), progress: bool = True) -> Path:
@@ -93,7 +96,8 @@ def _train(out, recipe, progress, rank, world):
         optimizer.load_state_dict(state["optimizer"])
         rate.load_state_dict(state["rate"])
         done, rows, losses, minutes = state["done"], state["rows"], state["losses"], state["minutes"]
-    validation = Validation(recipe.seed, instances=min(24, recipe.steps)) if rank == 0 and done < recipe.steps else None
+    validates = rank == 0 and recipe.log_rows > 0 and done < recipe.steps
+    validation = Validation(recipe.seed, instances=min(24, recipe.steps)) if validates else None
     begin, saved = time.perf_counter() - 60 * minutes, time.perf_counter()
     for step in tqdm(range(done, recipe.steps), initial=done, total=recipe.steps, disable=not progress,
                      mininterval=1.0):
@@ -106,7 +110,7 @@ def _train(out, recipe, progress, rank, world):
         rate.step()
         losses.append(loss.item())
         last = step + 1 == recipe.steps
-        if rank == 0 and ((step + 1) % max(recipe.steps // 40, 1) == 0 or last):
+        if validation and ((step + 1) % max(recipe.steps // recipe.log_rows, 1) == 0 or last):
             rows.append([step + 1, (time.perf_counter() - begin) / 60, float(np.mean(losses)),
                          *validation.gaps(network)])
             losses = []
@@ -133,6 +137,13 @@ def contrast_step(network: Network, recipe: Recipe, step: int, rank: int = 0, wo
     generator = torch.Generator().manual_seed(int(rng.integers(2**62)))
     f = network.features(problems)
     encoding = network.encode(f)
+    if recipe.loss == "imitation":
+        starts = (best_start(problems.problem(a), rng) for a in range(len(problems.forward_s)))
+        best_plans, share = annealed(problems, list(starts), recipe.polish, IMITATED, rng)
+        plans = network.replay(f, best_plans)
+        divisions = network.divide(f, encoding, plans)
+        return (losses.imitation(network.log_prob(f, encoding, plans))
+                + losses.imitation(divisions.log_prob(divisions.around(share, 1, generator))))
     plans = network.draw(f, encoding, recipe.groupings, generator)
     divisions = network.divide(f, encoding, plans)
     log_share = divisions.draw(recipe.divisions, generator)
@@ -147,9 +158,7 @@ def contrast_step(network: Network, recipe: Recipe, step: int, rank: int = 0, wo
     of_best = (np.take_along_axis(a, best, 2)[..., 0] for a in (step_s, overflow))
     of_all = (a.reshape(-1, a.shape[2]) for a in (step_s, overflow))
     levels = [(network.log_prob(f, encoding, plans), *of_best), (divisions.log_prob(log_share).flatten(0, 1), *of_all)]
-    if recipe.contrast == "policy-gradient":
-        return sum(policy_gradient_loss(*level) for level in levels)
-    return sum(contrast_loss(*level, recipe.beta, recipe.leader) for level in levels)
+    return sum(LOSSES[recipe.loss](*level) for level in levels)
 
 
 def score(problems: Batch, plans: Groupings, log_share: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -167,38 +176,20 @@ def polished(problems: Batch, plans: Groupings, log_share: torch.Tensor, step_s:
     n, r = best // R, best % R
     rows = np.arange(A)
     states = problems.strategies(plans.actions.numpy()[rows, n][:, None], share[rows, n, r][:, None, None])
-    work = np.concatenate([np.zeros((A, 1)), layer_work(problems.forward_s + problems.backward_s).cumsum(1)], 1)
-    speed = device_speed(problems.forward_s + problems.backward_s)
-    seed, actions, out = random_state(rng), np.empty((A, plans.actions.shape[2]), np.int64), np.empty((A, S))
-    for a in range(A):
-        state = tuple(part[a, 0].copy() for part in states)
-        (bounds, order, starts), _, _ = Search(problems.problem(a)).run(state, moves, (0.02, 0.0005), seed)
-        actions[a] = disassemble(order, starts, speed[a])
-        out[a] = np.diff(work[a, bounds])
-    return actions, out
+    return annealed(problems, [tuple(part[a, 0].copy() for part in states) for a in rows], moves, POLISHED, rng)
 
 
-def contrast_loss(log_p: torch.Tensor, step_s: np.ndarray, overflow: np.ndarray, beta: float,
-                  leader: float) -> torch.Tensor:
-    """The module's loss, mean over instances, from [A, N] log probabilities, steps and bytes over memory. Feasible
-    strategies are better than infeasible ones; equal ones make no pair."""
-    N = log_p.shape[1]
-    order = np.lexsort((step_s, overflow))  # best first
-    sorted_p = log_p.gather(1, torch.from_numpy(order))
-    key = np.take_along_axis(np.stack([overflow, step_s], -1), order[..., None], 1)
-    differ = torch.from_numpy((key[:, :, None] != key[:, None]).any(-1)).triu(1)
-    weight = torch.exp(-torch.arange(N) / leader)[:, None] * differ
-    margin = beta * (sorted_p[:, :, None] - sorted_p[:, None])
-    pairs = -torch.nn.functional.logsigmoid(margin) * weight / beta
-    return (pairs.sum((1, 2)) / weight.sum((1, 2)).clamp(min=1e-6)).mean()
-
-
-def policy_gradient_loss(log_p: torch.Tensor, step_s: np.ndarray, overflow: np.ndarray) -> torch.Tensor:
-    """REINFORCE with the samples' mean as baseline (POMO, Kwon et al. 2020); the cost of a strategy over memory is
-    twice the worst step."""
-    cost = np.where(overflow > 0, 2 * step_s.max(1, keepdims=True), step_s)
-    advantage = (cost - cost.mean(1, keepdims=True)) / (cost.std(1, keepdims=True) + 1e-12)
-    return (torch.from_numpy(advantage).float() * log_p).mean()
+def annealed(problems: Batch, states: list[tuple], moves: int, temperatures: tuple[float, float],
+             rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Actions [A, K] and shares of the work [A, S] of what local search makes of a state of each instance."""
+    layer_s = problems.forward_s + problems.backward_s
+    work = np.pad(layer_work(layer_s).cumsum(1), ((0, 0), (1, 0)))
+    speed, seed, actions, share = device_speed(layer_s), random_state(rng), [], []
+    for a, state in enumerate(states):
+        (bounds, order, starts), _, _ = Search(problems.problem(a)).run(state, moves, temperatures, seed)
+        actions.append(disassemble(order, starts, speed[a]))
+        share.append(np.diff(work[a, bounds]))
+    return np.stack(actions), np.stack(share)
 
 
 class Validation:

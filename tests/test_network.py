@@ -296,6 +296,22 @@ def test_a_network_blind_to_devices_does_not_tell_them_apart():
     assert not same_features(one, hidden.features(faster_links))
 
 
+@pytest.mark.parametrize("blind, change", [
+    ("memory", lambda p: {"memory_bytes": p.memory_bytes * np.linspace(0.5, 3, 5)}),
+    ("micro-batches", lambda p: {"micro_batches": 40}), ("stages", lambda p: {"stages": 2})])
+def test_a_network_does_not_see_what_is_hidden(blind, change):
+    """How many stages there are decoding always knows: hidden from the encoder's part of the features."""
+    problem = random_problem(np.random.default_rng(15), K=5, L=6, S=3, M=5, memory=1.0)
+    pair = Batch.of([problem]), Batch.of([problem.replace(**change(problem))])
+    encoded = lambda f: f._replace(stages=0, in_flight=torch.zeros(1))
+    hidden, open_ = lively(blind=blind), lively()
+    assert same_features(*(encoded(hidden.features(p)) for p in pair))
+    assert not same_features(*(encoded(open_.features(p)) for p in pair))
+    slower = Batch.of([problem.replace(forward_s=problem.forward_s * np.linspace(1, 3, 5))])
+    assert not same_features(hidden.features(pair[0]), hidden.features(slower))
+    assert hidden.features(pair[1]).stages == pair[1].stages == hidden.features(pair[1]).in_flight.shape[1]
+
+
 def uniform_problem(rng, K, L, memory):
     """Layers all alike (no two devices are), so that features stated for the whole model are exact."""
     problem = random_problem(rng, K=K, L=L, S=K, M=5, memory=memory, schedule="1f1b")

@@ -122,6 +122,16 @@ def test_no_step_falls_under_the_bounds(seed):
         assert below >= design * (1 - 1e-9)  # the package's bound is at least as sharp
 
 
+@given(SEEDS)
+def test_the_bound_of_gpipe_is_its_step(seed):
+    """The flow shop's closed form against the plain simulator, odd costs (zeros, equal times) among them."""
+    rng = np.random.default_rng(seed)
+    for _ in range(10):
+        problem, strategy = case(rng, odd=rng.random() < 0.3, schedule="gpipe")
+        step_s = slow_step(slow_stages(problem, strategy), problem.micro_batches, "gpipe", problem.transfers)[0]
+        assert simulator.lower_bound(problem, strategy) == pytest.approx(step_s, rel=1e-12)
+
+
 def test_bound_is_sharp_somewhere():
     """One stage, and equal stages with one micro-batch: no gap."""
     rng = np.random.default_rng(2)
@@ -206,7 +216,7 @@ def test_batched_equals_single_whatever_the_threads():
         strategies = [random_strategy(rng, problem) for _ in range(17)]
         encoded = cost.encode(strategies, problem.layers, problem.devices)
         step_s, overflow = simulator.step_times(problem, *encoded)
-        assert step_s.tolist() == [simulator.step_time(problem, strategy) for strategy in strategies]
+        assert step_s == pytest.approx([simulator.step_time(problem, strategy) for strategy in strategies], rel=1e-12)
         assert overflow == pytest.approx([cost.overflow_bytes(problem, strategy) for strategy in strategies])
         again, again_overflow = simulator.step_times(problem, *encoded, threads=2)
         assert (again == step_s).all() and (again_overflow == overflow).all()

@@ -1,4 +1,4 @@
-"""VCTA: the loss against a double loop, its gradient, training that learns, resumes and runs in two processes."""
+"""VCTA: how a step contrasts what was drawn, training that learns, resumes and runs in two processes."""
 
 import csv
 import functools
@@ -18,6 +18,7 @@ from torch import distributed
 
 from nnpiper import checkpoint, cost, vcta, virtual
 from nnpiper.batch import assemble, disassemble
+from nnpiper.losses import LOSSES
 from nnpiper.network import Divisions, Network, join
 from nnpiper.problem import InputError
 from nnpiper.search import device_speed
@@ -46,73 +47,6 @@ def equal(one: dict, other: dict) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def plain_contrast(log_p, step_s, overflow, beta, leader):
-    """The formula of the module, pair by pair; equal strategies make no pair; mean over instances."""
-    losses = []
-    for p, t, o in zip(log_p.tolist(), step_s.tolist(), overflow.tolist()):
-        ranking = sorted(range(len(p)), key=lambda n: (o[n], t[n]))
-        total = norm = 0.0
-        for rank, i in enumerate(ranking):
-            for j in ranking[rank + 1:]:
-                if (o[i], t[i]) < (o[j], t[j]):
-                    w = math.exp(-rank / leader)
-                    total -= w * math.log(1 / (1 + math.exp(-beta * (p[i] - p[j])))) / beta
-                    norm += w
-        losses.append(total / norm if norm else 0.0)
-    return sum(losses) / len(losses)
-
-
-def outcomes(rng, A, N):
-    """Log probabilities, steps and bytes over memory, with ties and infeasible ones among them."""
-    step_s = rng.choice([rng.uniform(1, 2, (A, N)), rng.integers(1, 4, (A, N)).astype(float)])
-    overflow = np.where(rng.random((A, N)) < 0.4, rng.integers(1, 3, (A, N)) * 1e9, 0.0)
-    return torch.from_numpy(rng.normal(-20, 8, (A, N))), step_s, overflow
-
-
-@pytest.mark.parametrize("beta, leader", [(0.03, 4.0), (0.1, 1.0), (1.0, 100.0)])
-def test_contrast_loss_is_the_formula(beta, leader):
-    rng = np.random.default_rng(0)
-    for _ in range(40):
-        log_p, step_s, overflow = outcomes(rng, int(rng.integers(1, 5)), int(rng.integers(1, 9)))
-        loss = vcta.contrast_loss(log_p, step_s, overflow, beta, leader)
-        assert loss.item() == pytest.approx(plain_contrast(log_p, step_s, overflow, beta, leader), rel=1e-6)
-
-
-def test_contrast_raises_the_better_and_lowers_the_worse():
-    rng = np.random.default_rng(1)
-    for _ in range(20):
-        log_p, step_s, overflow = outcomes(rng, 3, 6)
-        log_p.requires_grad_()
-        vcta.contrast_loss(log_p, step_s, overflow, 0.1, 4.0).backward()
-        for gradient, t, o in zip(log_p.grad, step_s, overflow):
-            key = list(zip(o, t))
-            assert gradient.sum().abs() < 1e-6  # what one gains another loses
-            if min(key) < max(key):  # gradient descent raises what has a negative gradient
-                assert all(gradient[n] < 0 for n in range(6) if key[n] == min(key))
-                assert all(gradient[n] > 0 for n in range(6) if key[n] == max(key))
-            else:
-                assert not gradient.any()
-
-
-def test_equal_strategies_teach_nothing():
-    log_p = torch.tensor([[-1.0, -5.0, -9.0]], requires_grad=True)
-    loss = vcta.contrast_loss(log_p, np.full((1, 3), 2.0), np.zeros((1, 3)), 0.1, 4.0)
-    loss.backward()
-    assert loss.item() == 0 and not log_p.grad.any()
-
-
-def test_policy_gradient_is_reinforce_with_the_mean_as_baseline():
-    rng = np.random.default_rng(2)
-    log_p, step_s, overflow = outcomes(rng, 4, 6)
-    log_p.requires_grad_()
-    vcta.policy_gradient_loss(log_p, step_s, overflow).backward()
-    for gradient, t, o in zip(log_p.grad, step_s, overflow):
-        costs = [2 * max(t) if over > 0 else time for time, over in zip(t, o)]
-        mean = sum(costs) / 6
-        deviation = math.sqrt(sum((c - mean) ** 2 for c in costs) / 6)
-        assert gradient.tolist() == pytest.approx([(c - mean) / deviation / 24 for c in costs], rel=1e-5, abs=1e-9)
-
-
 def test_score_is_the_exact_step_of_what_was_drawn():
     problems = virtual.draw(np.random.default_rng(3), 3, 7, 3, 20, 6, "1f1b", "blocking")
     d = drawn(lively(), problems, 5, 3)
@@ -125,10 +59,10 @@ def test_score_is_the_exact_step_of_what_was_drawn():
                 assert overflow[a, n, r] == pytest.approx(cost.overflow_bytes(problems.problem(a), strategy), rel=1e-9)
 
 
-@pytest.mark.parametrize("contrast", ["pairwise", "policy-gradient"])
-def test_a_step_contrasts_groupings_by_their_best_division_and_divisions_within_a_grouping(monkeypatch, contrast):
+@pytest.mark.parametrize("loss_name", ["pairwise", "best-against-spread", "self-labelling", "policy-gradient"])
+def test_a_step_contrasts_groupings_by_their_best_division_and_divisions_within_a_grouping(monkeypatch, loss_name):
     """The same outcomes and log probabilities, put together plainly."""
-    recipe, network, kept = replace(RECIPE, contrast=contrast), lively(), {}
+    recipe, network, kept = replace(RECIPE, loss=loss_name), lively(), {}
 
     def keep(owner, name):
         function = getattr(owner, name)
@@ -142,10 +76,7 @@ def test_a_step_contrasts_groupings_by_their_best_division_and_divisions_within_
     best = [[min(zip(o, t)) for o, t in zip(*rows)] for rows in zip(overflow.tolist(), step_s.tolist())]
     levels = [(grouping_p, np.array(best)[..., 1], np.array(best)[..., 0]),
               (division_p.reshape(16, 3), step_s.reshape(16, 3), overflow.reshape(16, 3))]
-    if contrast == "pairwise":
-        expected = sum(plain_contrast(*level, recipe.beta, recipe.leader) for level in levels)
-    else:
-        expected = sum(vcta.policy_gradient_loss(*level).item() for level in levels)
+    expected = sum(LOSSES[loss_name](*level).item() for level in levels)
     assert loss.item() == pytest.approx(expected, rel=1e-4)
 
 
@@ -192,13 +123,13 @@ def test_training_steps_draw_fresh_instances_and_the_validation_others(monkeypat
     assert states[-1] == states[0]
 
 
-@pytest.mark.parametrize("contrast", ["pairwise", "policy-gradient"])
-def test_training_improves_the_samples(monkeypatch, contrast):
+@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss != "imitation"])
+def test_training_improves_the_samples(monkeypatch, loss):
     """One size, 120 steps: on instances never trained on, the mean of 16 x 2 samples gets better and, by the contrast,
     which weighs the leaders, the best of them, too."""
     size = dict(K=6, S=6, L=30, M=8, schedule="1f1b", transfers="blocking")
     monkeypatch.setattr(virtual, "sizes", lambda rng: size)
-    recipe = Recipe(instances=16, groupings=8, divisions=4, size=TINY, contrast=contrast)
+    recipe = Recipe(instances=16, groupings=8, divisions=4, size=TINY, loss=loss)
     torch.manual_seed(0)
     network = Network(TINY)
     held_out = virtual.draw(np.random.default_rng(6), 40, **size)
@@ -215,8 +146,25 @@ def test_training_improves_the_samples(monkeypatch, contrast):
         optimizer.step()
     after = steps_s()
     assert (after.mean(1) / before.mean(1)).mean() < 0.97
-    if contrast == "pairwise":
+    if loss == "pairwise":
         assert (after.min(1) / before.min(1)).mean() < 0.995
+
+
+def test_imitation_makes_annealed_plans_likelier(monkeypatch):
+    """One size, 60 steps: the plans of instances never trained on."""
+    size = dict(K=6, S=3, L=30, M=8, schedule="1f1b", transfers="blocking")
+    monkeypatch.setattr(virtual, "sizes", lambda rng: size)
+    recipe = Recipe(instances=16, size=TINY, loss="imitation", polish=500)
+    torch.manual_seed(0)
+    network = Network(TINY)
+    held_out = lambda: vcta.contrast_step(network, replace(recipe, seed=1), 0).item()
+    before = held_out()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=5e-3)
+    for step in range(60):
+        optimizer.zero_grad()
+        vcta.contrast_step(network, recipe, step).backward()
+        optimizer.step()
+    assert held_out() < before - 1.0  # e times as likely
 
 
 def test_a_resumed_run_equals_the_unbroken_one(tmp_path, monkeypatch, cheap_validation):
@@ -269,7 +217,7 @@ def test_losses_between_two_log_rows_survive_a_kill(tmp_path, monkeypatch, cheap
 
 def test_another_recipe_is_refused(tmp_path, cheap_validation):
     vcta.train(tmp_path, RECIPE, progress=False)
-    for change in (dict(seed=2), dict(steps=5), dict(beta=0.5), dict(blind="links")):
+    for change in (dict(seed=2), dict(steps=5), dict(loss="self-labelling"), dict(blind="links")):
         with pytest.raises(InputError, match="resume.pt: recipe .*; allowed: ") as caught:
             vcta.train(tmp_path, replace(RECIPE, **change), progress=False)
         assert len(str(caught.value).splitlines()) == 1
@@ -291,8 +239,8 @@ def test_a_folder_that_cannot_be_made_is_refused_before_training(tmp_path, monke
 
 
 def test_unknown_choices_are_refused():
-    with pytest.raises(InputError, match="contrast: 'ranks'; allowed"):
-        Recipe(contrast="ranks")
+    with pytest.raises(InputError, match="loss: 'ranks'; allowed: pairwise, "):
+        Recipe(loss="ranks")
     with pytest.raises(InputError, match="blind: 'link'; allowed"):
         Network(TINY, "link")
 
@@ -430,7 +378,7 @@ def test_training_goes_on_from_a_checkpoint(tmp_path, cheap_validation):
 def test_polish_in_training_counts_the_polished_plans(monkeypatch):
     """Each instance has one grouping more in the contrast, and the loss has a gradient."""
     seen = []
-    monkeypatch.setattr(vcta, "contrast_loss", lambda p, *rest: seen.append(p.shape) or p.sum())
+    monkeypatch.setitem(LOSSES, "pairwise", lambda p, *rest: seen.append(p.shape) or p.sum())
     network = Network(TINY)
     vcta.contrast_step(network, replace(RECIPE, polish=50), 0).backward()
     A = round(RECIPE.instances * min(1.0, 16 / virtual.sizes(np.random.default_rng([RECIPE.seed, 0]))["K"]) ** 1.5)

@@ -1,0 +1,141 @@
+"""Ablations: trainings that differ from the recipe in one thing, each with several seeds and the same training time.
+
+The time is CPU time of one thread. How many steps it buys is measured once for each ablation, one after the other on
+the same draws, so that all seeds of an ablation make equally many steps. The networks then plan problems of the
+development set, alone and with polish; the gap is to the best plan known, long annealing included.
+
+Symbols: K devices, S stages.
+"""
+
+import dataclasses
+import time
+from functools import partial
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from . import baselines, vcta
+from .experiments import each, judge, piper
+from .network import Network, Size
+from .problem import write_text
+from .report import csv_text, progress
+from .testset import Trial, trials
+
+# what each changes in the recipe, by what it asks
+CHANGES = {
+    "as shipped": {},
+    "best against spread": {"loss": "best-against-spread"},
+    "self-labelling": {"loss": "self-labelling"},
+    "policy gradient": {"loss": "policy-gradient"},
+    "imitation of annealed plans": {"loss": "imitation", "polish": 10_000},
+    "contrast 8 x 4": {"groupings": 8, "divisions": 4},
+    "contrast 32 x 8": {"groupings": 32, "divisions": 8},
+    "with polished pairs": {"polish": 1_000},
+    "half as wide": {"size": Size(width=48, stage_width=32)},
+    "half as wide again": {"size": Size(width=144, stage_width=96)},
+    "one layer": {"size": Size(depth=1, stage_depth=1)},
+    "five layers": {"size": Size(depth=5, stage_depth=3)},
+    **{f"blind to {name}": {"blind": name} for name in ("links", "memory", "micro-batches", "stages")}}
+SIZES = (8, 8), (12, 12), (16, 16), (8, 4), (12, 6), (16, 8)  # (K, S)
+TIMED_STEPS = 25
+REFERENCE = dict(runs=8, moves=100_000)
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training of an ablation: a name in CHANGES, seed, number of steps, folder."""
+
+    name: str
+    seed: int
+    steps: int
+    out: Path
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.out / "nnpiper.pt"
+
+
+def steps_in(name: str, seconds: float, timed: int = TIMED_STEPS) -> int:
+    """How many training steps of an ablation take so many seconds of CPU time."""
+    recipe = vcta.Recipe(steps=timed, **CHANGES[name])
+    network = Network(recipe.size, recipe.blind)
+    vcta.contrast_step(network, recipe, timed).backward()  # compiles
+    begin = time.process_time()
+    for step in range(timed):
+        vcta.contrast_step(network, recipe, step).backward()
+    return max(int(seconds * timed / (time.process_time() - begin)), 2)
+
+
+def train(training: Training) -> Training:
+    """Train in the training's folder, or go on there."""
+    recipe = vcta.Recipe(steps=training.steps, seed=training.seed, log_rows=0, **CHANGES[training.name])
+    vcta.train(training.out, recipe, progress=False)
+    return training
+
+
+def reference(trial: Trial) -> float:
+    """Step in s of a long annealing."""
+    problem = trial.problem()
+    return judge(problem, baselines.anneal.solve(problem, seed=trial.number, **REFERENCE))["step_s"]
+
+
+def judged(training: Training, wanted: list[Trial]) -> pd.DataFrame:
+    """Rows of a training: each trial's step in s by the network alone and with polish in the fixed setting; NaN where
+    the plan does not fit."""
+    rows = []
+    for trial in wanted:
+        problem = trial.problem()
+        row = {"ablation": training.name, "seed": training.seed, "steps": training.steps, **dataclasses.asdict(trial)}
+        for part, polish in (("network_s", False), ("polished_s", True)):
+            plan = judge(problem, piper(training.checkpoint).solve(problem, polish=polish))
+            row[part] = plan["step_s"] if plan["feasible"] else np.nan
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def study(out: Path, seconds: float, seeds: int, names: tuple[str, ...] = tuple(CHANGES),
+          sizes: tuple[tuple[int, int], ...] = SIZES) -> pd.DataFrame:
+    """Train each ablation `seeds` times for so many seconds of CPU time and judge all networks on the development set.
+    Trainings that are finished in the folder `out` are not made again. Writes out/steps.csv and out/ablations.csv, the
+    rows of `judged` with the reference's step in s as reference_s."""
+    out.mkdir(parents=True, exist_ok=True)
+    chosen = out / "steps.csv"
+    if not chosen.exists():
+        steps = [next(each(partial(steps_in, seconds=seconds), [name])) for name in names]
+        write_text(chosen, csv_text(pd.DataFrame({"ablation": names, "steps": steps, "cpu_seconds": seconds})))
+    steps = pd.read_csv(chosen).set_index("ablation")["steps"]
+    trainings = [Training(name, seed, int(steps[name]), out / f"{name.replace(' ', '-')}-{seed}")
+                 for seed in range(seeds) for name in names]
+    list(progress(each(train, trainings, least=1), "trainings", len(trainings)))
+    wanted = trials("development", sizes)
+    best = list(progress(each(reference, wanted), "references", len(wanted)))
+    tables = progress(each(partial(judged, wanted=wanted), trainings, least=1), "networks", len(trainings))
+    rows = pd.concat(tables, ignore_index=True)
+    rows["reference_s"] = np.tile(best, len(trainings))
+    write_text(out / "ablations.csv", csv_text(rows))
+    return rows
+
+
+def summary(rows: pd.DataFrame) -> pd.DataFrame:
+    """A row an ablation, in the order of CHANGES: seeds and steps of its trainings, and of the network alone and with
+    polish, S = K and S < K apart, the gap in % (mean over the problems, then over the seeds, as "mean [%]", with the
+    seeds' standard deviation) and how many plans do not fit, a seed. The gap is to the best step in `rows`."""
+    trial = ["devices", "stages", "environment", "schedule", "transfers", "number"]
+    best = rows.groupby(trial)[["network_s", "polished_s", "reference_s"]].min().min(axis=1).rename("best_s")
+    rows = rows.join(best, on=trial)
+    rows["kind"] = np.where(rows["devices"] == rows["stages"], "S = K", "S < K")
+    records = []
+    for name in (name for name in CHANGES if name in set(rows["ablation"])):
+        own = rows[rows["ablation"] == name]
+        record = {"ablation": name, "seeds": own["seed"].nunique(), "steps": int(own["steps"].iloc[0])}
+        for part in ("network", "polished"):
+            for kind in ("S = K", "S < K"):
+                chosen = own[own["kind"] == kind]
+                gap = 100 * (chosen[f"{part}_s"] / chosen["best_s"] - 1)
+                seeds = gap.groupby(chosen["seed"]).mean()
+                record |= {f"{part}, {kind} [%]": seeds.mean(), f"{part}, {kind} sd": seeds.std(),
+                           f"{part}, {kind} no plan": gap.isna().sum() / record["seeds"]}
+        records.append(record)
+    return pd.DataFrame(records)

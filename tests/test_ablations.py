@@ -1,0 +1,81 @@
+"""Ablations: every change makes a recipe and a network, equal time means steps by cost, gaps by hand."""
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+from networks import TINY
+
+from nnpiper import ablations, vcta
+from nnpiper.ablations import CHANGES, Training
+
+
+def test_each_change_is_one_of_the_recipe_and_each_is_asked_about_once():
+    shipped = vcta.Recipe()
+    for name, change in CHANGES.items():
+        assert set(change) <= set(vars(shipped)) and (vcta.Recipe(**change) == shipped) == (name == "as shipped")
+
+
+def test_steps_share_the_time_by_what_a_step_costs(monkeypatch):
+    """A step that takes 0.5 s, then one that takes 2 s, on a clock of the test's own."""
+    clock = [0.0]
+
+    def step(network, recipe, number):
+        clock[0] += 2.0 if recipe.polish else 0.5
+        return next(network.parameters()).sum()
+
+    monkeypatch.setattr(ablations.vcta, "contrast_step", step)
+    monkeypatch.setattr(ablations.time, "process_time", lambda: clock[0])
+    assert ablations.steps_in("as shipped", 60.0) == 120
+    assert ablations.steps_in("with polished pairs", 60.0) == 30
+
+
+def test_a_study_trains_judges_and_is_not_made_twice(tmp_path, monkeypatch):
+    monkeypatch.setattr(ablations, "steps_in", lambda name, seconds: 2)
+    monkeypatch.setattr(ablations, "REFERENCE", dict(runs=1, moves=2_000))
+    monkeypatch.setattr(ablations, "each", lambda function, items, **_: map(function, items))
+    small = dict(size=TINY, instances=2, groupings=3, divisions=2)
+    monkeypatch.setattr(vcta, "Recipe", lambda **fields: replace(vcta_recipe(**fields), **small))
+    names = ("as shipped", "blind to memory")
+    rows = ablations.study(tmp_path, 1.0, 2, names, sizes=((4, 2),))
+    assert len(rows) == 2 * 2 * 20
+    assert set(zip(rows["ablation"], rows["seed"])) == {(name, seed) for name in names for seed in (0, 1)}
+    assert (rows["polished_s"] <= rows["network_s"] * (1 + 1e-12)).sum() >= 0.9 * rows["network_s"].notna().sum()
+    pd.testing.assert_frame_equal(rows, pd.read_csv(tmp_path / "ablations.csv"), check_exact=False, rtol=1e-4)
+    monkeypatch.setattr(vcta, "contrast_step", lambda *_: pytest.fail("trained again"))
+    again = ablations.study(tmp_path, 1.0, 2, names, sizes=((4, 2),))
+    pd.testing.assert_frame_equal(rows, again)
+
+
+vcta_recipe = vcta.Recipe
+
+
+def test_training_of_an_ablation_has_its_change_and_seed(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(vcta, "train", lambda out, recipe, progress: seen.append((out, recipe)))
+    ablations.train(Training("self-labelling", 2, 30, tmp_path))
+    assert seen == [(tmp_path, vcta.Recipe(steps=30, seed=2, log_rows=0, loss="self-labelling"))]
+
+
+def test_summary_by_hand():
+    """Two problems with S = K, one with S < K; two seeds. Best steps: 1.0 (reference), 2.0 (another's polish), 4.0."""
+    trial = dict(set="development", environment="realistic", schedule="1f1b", transfers="blocking")
+    sizes = [(4, 4, 0), (4, 4, 1), (4, 2, 0)]
+    steps = {("self-labelling", 0): [(1.1, 1.0), (2.4, 2.2), (np.nan, 4.0)],
+             ("self-labelling", 1): [(1.3, 1.0), (2.4, 2.2), (4.4, 4.0)],
+             ("as shipped", 0): [(1.0, 1.0), (2.0, 2.0), (4.0, 4.4)],
+             ("as shipped", 1): [(1.0, 1.0), (2.0, 2.0), (4.0, 4.4)]}
+    rows = pd.DataFrame([dict(ablation=name, seed=seed, steps=7, **trial, devices=K, stages=S, number=n,
+                              network_s=network, polished_s=polished, reference_s=best)
+                         for (name, seed), found in steps.items()
+                         for (K, S, n), (network, polished), best in zip(sizes, found, (1.0, 2.5, 4.2))])
+    table = ablations.summary(rows).set_index("ablation")
+    assert list(table.index) == ["as shipped", "self-labelling"]  # the order of CHANGES
+    shipped, own = table.loc["as shipped"], table.loc["self-labelling"]
+    assert (own["seeds"], own["steps"]) == (2, 7)
+    assert own["network, S = K [%]"] == pytest.approx((15 + 25) / 2)  # seeds: (10 + 20) / 2, (30 + 20) / 2
+    assert own["network, S = K sd"] == pytest.approx(np.std([15, 25], ddof=1))
+    assert own["network, S < K [%]"] == pytest.approx(10) and own["network, S < K no plan"] == 0.5
+    assert own["polished, S = K [%]"] == pytest.approx(5) and own["polished, S < K [%]"] == pytest.approx(0)
+    assert shipped["polished, S < K [%]"] == pytest.approx(10) and shipped["network, S = K [%]"] == 0

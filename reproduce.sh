@@ -60,6 +60,6 @@ for name in OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS NUMBA_NUM_THREA
 done
 
 if [[ ${1:-} == test ]]; then
-    exec "$python" -m pytest "${@:2}"
+    exec "$python" -m pytest --numprocesses 2 --dist loadfile "${@:2}"  # two cores are what the README asks for
 fi
 exec "$python" -m nnpiper.artifact "$@"

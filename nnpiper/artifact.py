@@ -41,7 +41,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = _Parser(prog="./reproduce.sh", description=DESCRIPTION, allow_abbrev=False,
                      formatter_class=argparse.RawDescriptionHelpFormatter)
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--smoke", action="store_true", help="everything in small, into figures/smoke/ (3 minutes)")
+    size.add_argument("--smoke", action="store_true", help="everything in small, into figures/smoke/ (5 minutes)")
     size.add_argument("--retrain", action="store_true",
                       help="train from scratch first (at most 60 minutes more) and evaluate that checkpoint, into "
                            "figures/retrain/")

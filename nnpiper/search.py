@@ -58,11 +58,16 @@ def better(step, overflow, best_step, best_overflow) -> bool:
 def proportional_state(problem: Problem, devices: np.ndarray):
     """A plain start: the devices in the given order, dealt evenly to the stages, and layers in proportion to the speed
     of each group."""
-    L, K, S = problem.layers, problem.devices, problem.stages
-    starts = np.round(np.linspace(0, K, S + 1)).astype(np.int64)
+    return tuple(part[0] for part in proportional_states(problem, devices[None]))
+
+
+def proportional_states(problem: Problem, orders: np.ndarray):
+    """(bounds, order, starts) [N, ...] of the proportional states of N orders [N, K]."""
+    starts = np.round(np.linspace(0, problem.devices, problem.stages + 1)).astype(np.int64)
     layer_s = problem.forward_s + problem.backward_s  # [L, K]
-    share = np.add.reduceat(device_speed(layer_s)[devices], starts[:-1])
-    return cuts_by_share(layer_work(layer_s), (share / share.sum())[None])[0], devices.astype(np.int64), starts
+    share = np.add.reduceat(device_speed(layer_s)[orders], starts[:-1], axis=1)
+    bounds = cuts_by_share(layer_work(layer_s), share / share.sum(axis=1, keepdims=True))
+    return bounds, orders.astype(np.int64), np.tile(starts, (len(orders), 1))
 
 
 def device_speed(layer_s: np.ndarray) -> np.ndarray:

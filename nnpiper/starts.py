@@ -7,7 +7,7 @@ import numpy as np
 
 from . import simulator
 from .problem import Problem
-from .search import device_speed, proportional_state
+from .search import device_speed, proportional_states
 
 
 def best_start(problem: Problem, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -18,9 +18,9 @@ def best_start(problem: Problem, rng: np.random.Generator) -> tuple[np.ndarray, 
     orders = (np.argsort(device_speed(problem.forward_s + problem.backward_s), kind="stable"),
               np.argsort(-problem.memory_bytes, kind="stable"), _chain(problem, int(rng.integers(K))),
               rng.permutation(K), rng.permutation(K))
-    states = [proportional_state(problem, order) for order in orders]
-    step_s, overflow = simulator.step_times(problem, *(np.stack(parts) for parts in zip(*states)))
-    return states[np.lexsort((step_s, overflow))[0]]
+    states = proportional_states(problem, np.stack(orders))
+    step_s, overflow = simulator.step_times(problem, *states)
+    return tuple(part[np.lexsort((step_s, overflow))[0]] for part in states)
 
 
 def _chain(problem, first):

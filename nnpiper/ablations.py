@@ -21,7 +21,7 @@ from .experiments import each, judge, piper
 from .network import Network, Size
 from .problem import write_text
 from .report import csv_text, progress
-from .testset import Trial, trials
+from .testset import TRIAL, Trial, trials
 
 # what each changes in the recipe, by what it asks
 CHANGES = {
@@ -122,9 +122,8 @@ def summary(rows: pd.DataFrame) -> pd.DataFrame:
     """A row an ablation, in the order of CHANGES: seeds and steps of its trainings, and of the network alone and with
     polish, S = K and S < K apart, the gap in % (mean over the problems, then over the seeds, as "mean [%]", with the
     seeds' standard deviation) and how many plans do not fit, a seed. The gap is to the best step in `rows`."""
-    trial = ["devices", "stages", "environment", "schedule", "transfers", "number"]
-    best = rows.groupby(trial)[["network_s", "polished_s", "reference_s"]].min().min(axis=1).rename("best_s")
-    rows = rows.join(best, on=trial)
+    best = rows.groupby(TRIAL)[["network_s", "polished_s", "reference_s"]].min().min(axis=1).rename("best_s")
+    rows = rows.join(best, on=TRIAL)
     rows["kind"] = np.where(rows["devices"] == rows["stages"], "S = K", "S < K")
     records = []
     for name in (name for name in CHANGES if name in set(rows["ablation"])):

@@ -24,7 +24,7 @@ from .problem import SCHEDULES, TRANSFERS, Problem, Strategy
 from .search import Search, better, proportional_state, random_state
 from .starts import best_start
 from .statistics import mean_interval
-from .testset import Trial
+from .testset import TRIAL, Trial
 
 BUDGETS_MS = (2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 LONG_MS = 1000.0
@@ -32,7 +32,6 @@ RACERS = ("nnpiper", "annealing", "local search")
 OTHERS = (*COMPARED, "subset")  # what has no budget, beside the network
 PROGRAMS = (*DYNAMIC_PROGRAMS, SORTED, "subset")
 LONG = "long annealing"
-TRIAL = ["devices", "stages", "environment", "schedule", "transfers", "number"]
 CHUNK = 250  # moves of the local search between two looks at the clock
 PATIENCE = 2000  # moves without a gain after which it starts anew; 500 to 4000 were tried on development problems
 

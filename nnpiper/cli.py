@@ -135,14 +135,13 @@ def train(
     learning_rate: Annotated[float, typer.Option(help="Highest learning rate.", metavar="R")] = 1e-3,
 ) -> int:
     """Train the network by VCTA. Data parallel under torchrun: torchrun --nproc-per-node 2 -m nnpiper.cli train ..."""
-    from .problem import InputError
+    from .problem import InputError, check_folder
 
     _check_range("--steps", steps, 1, 10**7)
     _check_range("--seed", seed, 0, 2**32 - 1)
     if not 0.0 < learning_rate <= 1.0:
         raise InputError(f"--learning-rate: {learning_rate}; allowed: over 0, at most 1")
-    if out.exists() and not out.is_dir():
-        raise InputError(f"--out: {out} is a file; allowed: a folder")
+    check_folder("--out", out)
     from . import vcta
     recipe = vcta.Recipe(steps=steps, seed=seed, start=start, learning_rate=learning_rate)
     checkpoint = vcta.train(out, recipe)
@@ -159,12 +158,11 @@ def ablate(
                                            "on from here.", metavar="FOLDER")] = Path("runs/ablations"),
 ) -> int:
     """Train with one thing changed at a time and judge the networks: what notebook 08 shows. Two hours on two cores."""
-    from .problem import InputError
+    from .problem import check_folder
 
     _check_range("--seconds", seconds, 1, 10**6)
     _check_range("--seeds", seeds, 1, 100)
-    if out.exists() and not out.is_dir():
-        raise InputError(f"--out: {out} is a file; allowed: a folder")
+    check_folder("--out", out)
     from . import ablations
     ablations.study(out, seconds, seeds)
     print(f"wrote {out / 'ablations.csv'}")

@@ -26,11 +26,10 @@ def engine(
     from .engine import studies, tables
     from .engine.emulator import EmulatorError
     from .paths import CHECKPOINT
-    from .problem import InputError
+    from .problem import InputError, check_folder
     from .report import markdown_text
 
-    if out.exists() and not out.is_dir():
-        raise InputError(f"--out: {out} is a file; allowed: a folder")
+    check_folder("--out", out)
     out.mkdir(parents=True, exist_ok=True)  # before 6 minutes of measuring, not after
     if not os.access(out, os.W_OK | os.X_OK):
         raise InputError(f"--out: {out}; allowed: a folder that may be written to")

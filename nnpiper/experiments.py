@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from . import baselines, cost, simulator, virtual
+from . import baselines, closed_form, cost, simulator, virtual
 from .baselines import PLANNERS, PlannerLimit
 from .cluster import ENVIRONMENTS, sample_problem
 from .problem import SHAPES, TRANSFERS, Problem, Strategy
@@ -214,16 +214,8 @@ def random_stages(rng: np.random.Generator, S: int, ratio: float) -> cost.StageA
 
 
 def closed_forms(stages: cost.StageArrays, M: int) -> dict[str, float]:
-    """Step in s by the closed forms of the literature, sum C + sum c + (M - 1) max, with C = F + B, c both ways over
-    one boundary, and in the maximum: C alone (Alpa, AMP, Metis); C + c of the boundary after the stage (Sailor); C and
-    what the stage sends, its activation ahead and its gradient back."""
-    work = stages.forward_s + stages.backward_s
-    transfers = stages.send_forward_s + stages.send_backward_s
-    sends = np.append(stages.send_forward_s, 0.0) + np.append(0.0, stages.send_backward_s)
-    once = work.sum() + transfers.sum()
-    return {"compute alone": simulator.closed_form(stages, M),
-            "compute + next boundary": float(once + (M - 1) * (work + np.append(transfers, 0.0)).max()),
-            "compute + own sends": float(once + (M - 1) * (work + sends).max())}
+    """Step in s by the closed forms of the literature, all of `closed_form.FORMS` but the sharpest."""
+    return {form: closed_form.formula(form, stages, M) for form in list(closed_form.FORMS)[:3]}
 
 
 def closed_form_errors(ratio: float, S: int, M: int, plans: int) -> list[dict]:

@@ -340,6 +340,12 @@ def _check_count(name, value, limit, allowed):
         raise InputError(f"{name}: {value!r}; allowed: {allowed}")
 
 
+def check_folder(option: str, path: Path) -> None:
+    """Raise InputError where the folder that an option names is a file."""
+    if path.exists() and not path.is_dir():
+        raise InputError(f"{option}: {path} is a file; allowed: a folder")
+
+
 def check_choice(name: str, value, choices: tuple[str, ...]) -> None:
     """Raise InputError unless the value of a field is one of the choices."""
     if not isinstance(value, str) or value not in choices:

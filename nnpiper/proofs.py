@@ -26,7 +26,7 @@ from .experiments import SORTED, judge, piper, solve_sorted
 from .problem import TRANSFERS, Problem, Strategy
 from .solver import MOVES
 from .statistics import mean_interval
-from .testset import Trial
+from .testset import TRIAL, Trial
 
 EVERY_DEVICE = ((4, 4), (6, 6), (8, 8), (10, 10))  # (K, S)
 GROUPS = ((5, 3), (8, 4))
@@ -36,7 +36,6 @@ OPTIMUM = "optimum"
 AS_MANY = "annealing, as many moves"
 FORM_DEVICES = 8  # up to which the best plans by the formulas are looked for: one device a stage
 SOLVED = 1e-6  # %: a gap that small is the rounding of a sum
-TRIAL = ["devices", "stages", "environment", "schedule", "transfers", "number"]
 
 
 def proof_trials(smoke: bool = False) -> list[Trial]:

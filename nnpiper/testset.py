@@ -23,6 +23,7 @@ EVERY_DEVICE = ((4, 4), (8, 8), (12, 12), (16, 16))  # (K, S)
 GROUPS = ((8, 4), (12, 6), (16, 8), (16, 4))
 LARGE = ((32, 32), (32, 8), (64, 16), (64, 8))
 TIGHT = 0.95  # of a device's memory may be used by the plan that shows a problem to be feasible
+TRIAL = ["devices", "stages", "environment", "schedule", "transfers", "number"]  # what names a trial within its set
 DRAWS = 200  # problems drawn before a size is given up
 
 

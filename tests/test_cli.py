@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+from command_line import refused, run
 from instances import random_problem
 
 from nnpiper import cli, cost, simulator
@@ -34,21 +35,6 @@ def full_file(problem, tmp_path):
     path = tmp_path / "full.json"
     path.write_text(problem.replace(memory_bytes=np.full(4, 1.0)).to_json())
     return path
-
-
-def run(capsys, *arguments):
-    """Exit code, stdout, stderr."""
-    code = cli.main(list(map(str, arguments)))
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
-def refused(capsys, *arguments):
-    """The one line that a refusal prints."""
-    code, out, err = run(capsys, *arguments)
-    assert (code, out) == (2, "")
-    assert err.count("\n") == 1 and "Traceback" not in err and err.startswith("nnpiper: ")
-    return err
 
 
 def test_the_planners_are_those_there_are():

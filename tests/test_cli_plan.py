@@ -12,6 +12,7 @@ import sys
 
 import numpy as np
 import pytest
+from command_line import refused, run
 from instances import random_problem
 
 from nnpiper import cli, comparison, plan_file, plan_report, planning, simulator
@@ -22,21 +23,6 @@ from nnpiper.problem import InputError, Problem, Strategy
 LAB = DATA / "clusters" / "lab.toml"
 GPT2 = ("--model", "gpt2", "--micro-batches", 8)
 NASTY = ['</script><script>alert("1")</script>', "$x_{$ & <b>", "名前 ñ 🚀", "a" * 60]
-
-
-def run(capsys, *arguments):
-    """Exit code, stdout, stderr."""
-    code = cli.main(list(map(str, arguments)))
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
-def refused(capsys, *arguments):
-    """The one line that a refusal prints."""
-    code, out, err = run(capsys, *arguments)
-    assert (code, out) == (2, ""), err
-    assert err.count("\n") == 1 and "Traceback" not in err and err.startswith("nnpiper: ")
-    return err
 
 
 @pytest.fixture

@@ -30,13 +30,14 @@ CHANGES = {
     "self-labelling": {"loss": "self-labelling"},
     "policy gradient": {"loss": "policy-gradient"},
     "imitation of annealed plans": {"loss": "imitation", "polish": 10_000},
-    "contrast 8 x 4": {"groupings": 8, "divisions": 4},
+    "contrast 4 x 2": {"groupings": 4, "divisions": 2},
+    "contrast 16 x 8": {"groupings": 16, "divisions": 8},
     "contrast 32 x 8": {"groupings": 32, "divisions": 8},
     "with polished pairs": {"polish": 1_000},
-    "half as wide": {"size": Size(width=48, stage_width=32)},
-    "half as wide again": {"size": Size(width=144, stage_width=96)},
+    "half as wide": {"size": Size(width=32, stage_width=16)},
+    "twice as wide": {"size": Size(width=128, stage_width=64)},
     "one layer": {"size": Size(depth=1, stage_depth=1)},
-    "five layers": {"size": Size(depth=5, stage_depth=3)},
+    "four layers": {"size": Size(depth=4, stage_depth=4)},
     **{f"blind to {name}": {"blind": name} for name in ("links", "memory", "micro-batches", "stages")}}
 SIZES = (8, 8), (12, 12), (16, 16), (8, 4), (12, 6), (16, 8)  # (K, S)
 TIMED_STEPS = 25

@@ -18,8 +18,8 @@ from .paths import CHECKPOINT, DATA, FIGURES, ROOT
 
 NOTEBOOKS = ROOT / "notebooks"
 # what training depends on: another version of these starts it anew instead of resuming
-TRAINING_MODULES = ("problem", "schedule", "cost", "simulator", "search", "batch", "virtual", "network", "checkpoint",
-                    "vcta")
+TRAINING_MODULES = ("problem", "schedule", "cost", "simulator", "search", "starts", "batch", "virtual", "features",
+                    "readings", "kernels", "sampling", "network", "losses", "checkpoint", "vcta")
 
 DESCRIPTION = """Regenerate every table and figure of the artifact into figures/ and print the claims table.
 

@@ -19,6 +19,7 @@ import pandas as pd
 from . import baselines, comparison, cost
 from .baselines import PLANNERS, PlannerLimit
 from .cluster import ENVIRONMENTS
+from .cooling import chunks
 from .experiments import COMPARED, DYNAMIC_PROGRAMS, SORTED, judge, piper, solve_sorted
 from .problem import SCHEDULES, TRANSFERS, Problem, Strategy
 from .search import Search, better, proportional_state, random_state
@@ -44,22 +45,19 @@ BEHIND = 0.5  # % that NNPiper at 50 ms may be behind the best dynamic program
 def local_search(problem: Problem, seed: int = 0, budget_s: float = 0.1) -> Strategy:
     """The best of the local optima that descents reach within budget_s: the first from the best plain start, each other
     one from random devices, once PATIENCE moves have brought nothing."""
-    begin = last = time.perf_counter()
+    end = time.perf_counter() + budget_s
     rng = np.random.default_rng(seed)
     search, random = Search(problem), random_state(rng)
     state, reached, idle = best_start(problem, rng), (np.inf, np.inf), 0
     best, best_step, best_overflow = None, np.inf, np.inf
-    longest = 0.0
-    while best is None or last + longest < begin + budget_s:
-        found, step, overflow = search.run(state, CHUNK, (0.0, 0.0), random)
+    for temperatures, count in chunks(0.0, 0.0, end, CHUNK):
+        found, step, overflow = search.run(state, count, temperatures, random)
         if better(step, overflow, best_step, best_overflow):
             best, best_step, best_overflow = found, step, overflow
-        reached, idle = ((overflow, step), 0) if (overflow, step) < reached else (reached, idle + CHUNK)
+        reached, idle = ((overflow, step), 0) if (overflow, step) < reached else (reached, idle + count)
         if idle >= PATIENCE:
             state, reached, idle = proportional_state(problem, rng.permutation(problem.devices)), (np.inf, np.inf), 0
-        now = time.perf_counter()
-        longest, last = max(longest, now - last), now
-    return cost.decode(*best)
+    return cost.decode(*(best or state))
 
 
 def racers(checkpoint: Path) -> dict[str, Callable]:

@@ -126,7 +126,7 @@ def simulate(
 
 @app.command()
 def train(
-    steps: Annotated[int, typer.Option(help="Training steps.", metavar="N")] = 13000,
+    steps: Annotated[int, typer.Option(help="Training steps.", metavar="N")] = 27000,
     seed: Annotated[int, typer.Option(help="Seed of weights and virtual instances.", metavar="N")] = 0,
     out: Annotated[Path, typer.Option(help="Folder of the checkpoint, its card and log; a run that was killed goes on "
                                            "from here.", metavar="FOLDER")] = Path("runs/nnpiper"),
@@ -152,12 +152,12 @@ def train(
 
 @app.command()
 def ablate(
-    seconds: Annotated[float, typer.Option(help="CPU time of each training.", metavar="N")] = 120.0,
+    seconds: Annotated[float, typer.Option(help="CPU time of each training.", metavar="N")] = 60.0,
     seeds: Annotated[int, typer.Option(help="Trainings of each kind.", metavar="N")] = 3,
     out: Annotated[Path, typer.Option(help="Folder of the trainings and of ablations.csv; a study that was killed goes "
                                            "on from here.", metavar="FOLDER")] = Path("runs/ablations"),
 ) -> int:
-    """Train with one thing changed at a time and judge the networks: what notebook 08 shows. Two hours on two cores."""
+    """Train with one thing changed at a time and judge the networks: what notebook 08 shows. Over half an hour on two cores."""
     from .problem import check_folder
 
     _check_range("--seconds", seconds, 1, 10**6)

@@ -40,11 +40,11 @@ def first_and_next(network: Network, problem: Problem) -> tuple[np.ndarray, np.n
     K = problem.devices
     f = network.features(Batch.of([problem]))
     e = network.encode(f)
-    nothing = State(torch.zeros(1, 1, K, dtype=torch.bool), torch.zeros(1, 1, K), torch.full((1, 1), K),
-                    torch.zeros(1, 1, dtype=torch.long))
+    none = torch.zeros(1, 1, K)
+    nothing = State(none.bool(), none, none, torch.full((1, 1), K), torch.zeros(1, 1, dtype=torch.long))
     first = network.logits(f, e, nothing)[0, 0, :K].softmax(-1)
     one = torch.eye(K)[None]
-    after = State(one.bool(), one, torch.arange(K)[None], torch.ones(1, K, dtype=torch.long))
+    after = State(one.bool(), one, torch.zeros_like(one), torch.arange(K)[None], torch.ones(1, K, dtype=torch.long))
     following = network.logits(f, e, after)[0, :, :K].softmax(-1).double().numpy()
     np.fill_diagonal(following, np.nan)
     return first.double().numpy(), following

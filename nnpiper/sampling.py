@@ -1,8 +1,8 @@
-"""The compiled half of the network's drawing loop: what comes before and after its matrix products, for every step.
+"""Drawing strategies from the network, compiled: at each step every partial strategy asks for its next action.
 
 The autograd path (Network.log_prob) scores the same actions again from the recorded states; a test holds the two to
-each other. Symbols as in network.py: A problems, N strategies each, K devices, S stages, C link channels. Actions:
-k < K opens the next stage with device k, K + k lets k join the open stage, 2 K stops.
+each other. Symbols as in network.py: A problems, N strategies each, K devices, S stages, D width, C link channels.
+Actions: k < K opens the next stage with device k, K + k lets k join the open stage, 2 K stops.
 """
 
 import math
@@ -11,133 +11,216 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from .kernels import dense
+from .readings import STATE_FEATURES, read_state
 from .search import uniform
 
 
 class Partial(NamedTuple):
-    """A x N partial strategies."""
+    """N partial strategies of one problem, or in [A, N, T, ...] those before each of T actions."""
 
-    used: np.ndarray  # [A, N, K] bool
-    group: np.ndarray  # [A, N, K] bool, devices of the open stage
-    last: np.ndarray  # [A, N] device picked last, K: none yet
-    opened: np.ndarray  # [A, N] stages opened
+    used: np.ndarray  # [N, K] bool
+    group: np.ndarray  # [N, K] bool, devices of the open stage
+    before: np.ndarray  # [N, K] bool, devices of the stage before
+    last: np.ndarray  # [N] device picked last, K: none yet
+    opened: np.ndarray  # [N] stages opened
 
 
-def initial(A: int, N: int, K: int) -> Partial:
+class Query(NamedTuple):
+    """The weights that turn a partial strategy into what it asks for: [in, out], and [out] for the constants."""
+
+    state_weight: np.ndarray
+    state_constant: np.ndarray
+    middle_weight: np.ndarray
+    middle_constant: np.ndarray
+    out_weight: np.ndarray
+    out_constant: np.ndarray
+
+
+class Pointer(NamedTuple):
+    """What a problem answers with; network.Encoding says what each is. Axis A is left out in `_draw`."""
+
+    speed: np.ndarray  # [A, K]
+    rank: np.ndarray  # [A, K]
+    outputs: np.ndarray  # [A, P + 1]
+    whole: np.ndarray  # [A, 1, D]
+    last: np.ndarray  # [A, K + 1, D]
+    group: np.ndarray  # [A, K, D]
+    free: np.ndarray  # [A, K, D]
+    keys: np.ndarray  # [A, D, 2 K], divided by the root of D
+    links: np.ndarray  # [A, K, K x 2 C]
+    earlier: np.ndarray  # [A, K, K x C]
+
+
+@njit(cache=True)
+def draw(pointer, query, S, N, clip, greedy, random):
+    """Actions [A, N, K] of N strategies for each problem and the partial strategies before each; with greedy, number 0
+    takes the likeliest action at each step."""
+    A, K = pointer.speed.shape
+    actions = np.empty((A, N, K), np.int64)
+    states = _room(A, N, K)
+    width, wide = query.middle_weight.shape[1], query.out_weight.shape[1]
+    context, middle = np.empty((N, width), np.float32), np.empty((N, width), np.float32)
+    out, scores = np.empty((N, wide), np.float32), np.empty((N, 2 * K), np.float32)
+    nothing, chosen = np.zeros(2 * K, np.float32), np.empty(N, np.int64)
+    for a in range(A):
+        p = Pointer(pointer.speed[a], pointer.rank[a], pointer.outputs[a], pointer.whole[a], pointer.last[a],
+                    pointer.group[a], pointer.free[a], pointer.keys[a], pointer.links[a], pointer.earlier[a])
+        state = initial(N, K)
+        for t in range(K):
+            _record(state, states, a, t)
+            _fill_context(state, S, p, query, context)
+            dense(context, query.middle_weight, query.middle_constant, True, middle)
+            dense(middle, query.out_weight, query.out_constant, False, out)
+            dense(out[:, :width], p.keys, nothing, False, scores)
+            _pick(state, S, p, scores, out[:, width:], clip, greedy, random, chosen)
+            actions[a, :, t] = chosen
+    return actions, states
+
+
+@njit(cache=True)
+def replay(actions):
+    """The partial strategies before each of the actions [A, N, K]."""
+    A, N, K = actions.shape
+    states = _room(A, N, K)
+    for a in range(A):
+        state = initial(N, K)
+        for t in range(K):
+            _record(state, states, a, t)
+            apply(state, actions[a, :, t])
+    return states
+
+
+@njit(cache=True)
+def _room(A, N, K):
+    shape = (A, N, K, K)
+    return Partial(np.empty(shape, np.bool_), np.empty(shape, np.bool_), np.empty(shape, np.bool_),
+                   np.empty((A, N, K), np.int64), np.empty((A, N, K), np.int64))
+
+
+@njit(cache=True)
+def initial(N, K):
     """Nothing picked yet."""
-    none = np.zeros((A, N, K), np.bool_)
-    return Partial(none, none.copy(), np.full((A, N), K), np.zeros((A, N), np.int64))
+    return Partial(np.zeros((N, K), np.bool_), np.zeros((N, K), np.bool_), np.zeros((N, K), np.bool_),
+                   np.full(N, K, np.int64), np.zeros(N, np.int64))
+
+
+@njit(cache=True)
+def _record(state, states, a, t):
+    states.used[a, :, t] = state.used
+    states.group[a, :, t] = state.group
+    states.before[a, :, t] = state.before
+    states.last[a, :, t] = state.last
+    states.opened[a, :, t] = state.opened
 
 
 @njit(cache=True, fastmath=True)
-def fill_context(state, S, speed, whole, last, group, free, weight, bias, out):
-    """out [A, N, D]: the query's input, as Network.logits makes it. weight [features, D], bias [D]."""
-    A, N, D = out.shape
-    K = speed.shape[1]
-    for a in range(A):
-        for n in range(N):
-            left = size = 0
-            free_speed = group_speed = 0.0
-            for k in range(K):
-                if not state.used[a, n, k]:
-                    left += 1
-                    free_speed += speed[a, k]
-                if state.group[a, n, k]:
-                    size += 1
-                    group_speed += speed[a, k]
-            to_open = S - state.opened[a, n]
-            x = out[a, n]
-            row = last[a, state.last[a, n]]
-            first = whole[a, 0]
-            values = state_features(to_open, left, size, free_speed, group_speed, S, K)
+def _fill_context(state, S, p, query, out):
+    """out [N, D]: the query's input, as Network.logits makes it, past its first ReLU."""
+    N, D = out.shape
+    K = p.speed.shape[0]
+    values = np.empty(STATE_FEATURES, np.float32)
+    weight = query.state_weight
+    for n in range(N):
+        left = 0
+        for k in range(K):
+            left += not state.used[n, k]
+        x, row, first = out[n], p.last[state.last[n]], p.whole[0]
+        read_state(state.used[n], state.group[n], state.opened[n], S, p.speed, p.outputs, values)
+        for d in range(D):
+            x[d] = first[d] + row[d] + query.state_constant[d]
+        for i in range(STATE_FEATURES):
             for d in range(D):
-                x[d] = first[d] + row[d] + bias[d]
-            for i in range(len(values)):
-                value = np.float32(values[i])
+                x[d] += values[i] * weight[i, d]
+        part = np.float32(1.0 / max(left, 1))
+        for k in range(K):
+            if state.group[n, k]:
+                row = p.group[k]
                 for d in range(D):
-                    x[d] += value * weight[i, d]
-            part = np.float32(1.0 / max(left, 1))
-            for k in range(K):
-                if state.group[a, n, k]:
-                    row = group[a, k]
-                    for d in range(D):
-                        x[d] += row[d]
-                if not state.used[a, n, k]:
-                    row = free[a, k]
-                    for d in range(D):
-                        x[d] += part * row[d]
+                    x[d] += row[d]
+            if not state.used[n, k]:
+                row = p.free[k]
+                for d in range(D):
+                    x[d] += part * row[d]
+        for d in range(D):
+            x[d] = max(x[d], np.float32(0.0))
 
 
 @njit(cache=True)
-def state_features(to_open, left, size, free_speed, group_speed, S, K):
-    """What the pointer knows of a partial strategy, in numbers (Network._state_features has the same in torch)."""
-    return (to_open / S, left / K, free_speed, group_speed * S, math.log(max(group_speed * S, 0.01)), size / K,
-            to_open / max(left, 1), free_speed / max(to_open, 1) * S, 1.0 if to_open == 0 else 0.0)
-
-
-@njit(cache=True)
-def pick(state, S, rank, scores, extra, links, clip, greedy, random, actions):
-    """Draw one action for each partial strategy (Gumbel-max) into actions [A, N] and apply it; with greedy, number 0
-    takes the likeliest. scores [A, N, 2 K] query times keys, extra [A, N, 2 C + 1] link weights and the stop logit,
-    links [A, K, K 2 C]."""
-    A, N, K = state.used.shape
-    C = (extra.shape[2] - 1) // 2
-    mean = np.zeros(links.shape[2], np.float32)
-    for a in range(A):
-        for n in range(N):
-            left = size = 0
-            mean[:] = 0.0
-            for k in range(K):
-                left += not state.used[a, n, k]
-                if state.group[a, n, k]:
-                    size += 1
-                    for i in range(mean.shape[0]):
-                        mean[i] += links[a, k, i]
-            to_open = S - state.opened[a, n]
-            last_rank = rank[a, state.last[a, n]] if state.last[a, n] < K else -1.0
-            best, choice = -np.inf, -1
-            if to_open == 0:
-                best, choice = _noisy(extra[a, n, 2 * C], clip, greedy and n == 0, random), 2 * K
-            for k in range(K):
-                if state.used[a, n, k]:
+def _pick(state, S, p, scores, extra, clip, greedy, random, actions):
+    """Draw one action for each partial strategy (Gumbel-max) into actions [N] and apply it. scores [N, 2 K] query times
+    keys, extra [N, 3 C + 1] link weights and the stop logit."""
+    N, K = state.used.shape
+    C = (extra.shape[1] - 1) // 3
+    mean, mean_before = np.zeros(K * 2 * C, np.float32), np.zeros(K * C, np.float32)
+    for n in range(N):
+        size, size_before = _sum(state.group[n], p.links, mean), _sum(state.before[n], p.earlier, mean_before)
+        left = K - state.used[n].sum()
+        to_open = S - state.opened[n]
+        last_rank = p.rank[state.last[n]] if state.last[n] < K else np.float32(-1.0)
+        likeliest = greedy and n == 0
+        best, choice = -np.inf, -1
+        if to_open == 0:
+            best, choice = _noisy(extra[n, 3 * C], clip, likeliest, random), 2 * K
+        for k in range(K):
+            if state.used[n, k]:
+                continue
+            for join in range(2):
+                if join:
+                    allowed = to_open < S and left > to_open and p.rank[k] > last_rank
+                else:
+                    allowed = to_open > 0
+                if not allowed:
                     continue
-                for join in range(2):
-                    if join:
-                        allowed = to_open < S and left > to_open and rank[a, k] > last_rank
-                    else:
-                        allowed = to_open > 0
-                    if not allowed:
-                        continue
-                    logit = scores[a, n, join * K + k]
-                    if size > 0:
-                        dot = 0.0
-                        for c in range(C):
-                            dot += mean[(k * 2 + join) * C + c] * extra[a, n, join * C + c]
-                        logit += dot / size
-                    value = _noisy(logit, clip, greedy and n == 0, random)
-                    if value > best:
-                        best, choice = value, join * K + k
-            actions[a, n] = choice
+                logit = scores[n, join * K + k]
+                if size > 0:
+                    dot = 0.0
+                    for c in range(C):
+                        dot += mean[(k * 2 + join) * C + c] * extra[n, join * C + c]
+                    logit += dot / size
+                if join and size_before > 0:
+                    dot = 0.0
+                    for c in range(C):
+                        dot += mean_before[k * C + c] * extra[n, 2 * C + c]
+                    logit += dot / size_before
+                value = _noisy(logit, clip, likeliest, random)
+                if value > best:
+                    best, choice = value, join * K + k
+        actions[n] = choice
     apply(state, actions)
+
+
+@njit(cache=True, fastmath=True)
+def _sum(group, rows, total):
+    """Sum of the group's rows into total; how many there are."""
+    total[:] = 0.0
+    size = 0
+    for k in range(group.shape[0]):
+        if group[k]:
+            size += 1
+            for i in range(total.shape[0]):
+                total[i] += rows[k, i]
+    return size
 
 
 @njit(cache=True)
 def apply(state, actions):
-    """Carry out one action for each partial strategy, actions [A, N]."""
-    A, N, K = state.used.shape
-    for a in range(A):
-        for n in range(N):
-            choice = actions[a, n]
-            if choice == 2 * K:
-                state.group[a, n, :] = False
-                state.used[a, n, :] = True
-                continue
-            if choice < K:
-                state.group[a, n, :] = False
-                state.opened[a, n] += 1
-            state.group[a, n, choice % K] = True
-            state.used[a, n, choice % K] = True
-            state.last[a, n] = choice % K
+    """Carry out one action for each partial strategy, actions [N]."""
+    N, K = state.used.shape
+    for n in range(N):
+        choice = actions[n]
+        if choice == 2 * K:
+            state.group[n, :] = False
+            state.before[n, :] = False
+            state.used[n, :] = True
+            continue
+        if choice < K:
+            state.before[n, :] = state.group[n]
+            state.group[n, :] = False
+            state.opened[n] += 1
+        state.group[n, choice % K] = True
+        state.used[n, choice % K] = True
+        state.last[n] = choice % K
 
 
 @njit(cache=True)

@@ -8,10 +8,11 @@ import time
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from . import checkpoint, cost, simulator
 from .batch import Batch
+from .compiled import Compiled
+from .cooling import chunks
 from .network import Network
 from .problem import MAX_VALUE, InputError, Problem, Strategy
 from .search import Search, better, device_speed, random_state
@@ -46,6 +47,7 @@ class NNPiper:
 
     def __init__(self, network: Network):
         self.network = network
+        self._compiled = Compiled(network)
 
     @classmethod
     def from_pretrained(cls, path: Path | None = None) -> "NNPiper":
@@ -102,14 +104,12 @@ class NNPiper:
     def sample(self, problem: Problem, samples: int, seed: int):
         """`samples` groupings with DIVISIONS divisions each, as `cost.encode` writes strategies, their steps in s and
         bytes over memory; number 0 is the network's likeliest."""
-        batch = Batch.of([problem])
-        with torch.inference_mode(), _one_thread():
-            f = self.network.features(batch)
-            encoding, generator = self.network.encode(f), torch.Generator().manual_seed(seed)
-            plans = self.network.draw(f, encoding, samples, generator, greedy=True)
-            log_share = self.network.divide(f, encoding, plans).draw(DIVISIONS, generator, greedy=True)
-            share = log_share.softmax(-1).double().numpy()
-        states = batch.strategies(plans.actions.numpy(), share)
+        batch, rng = Batch.of([problem]), np.random.default_rng(seed)
+        actions, mean, sigma = self._compiled.draw(self.network.features(batch), samples, random_state(rng))
+        noise = rng.standard_normal((1, samples, DIVISIONS, problem.stages))
+        noise[:, :, 0] = 0.0
+        share = np.exp(mean[:, :, None] + sigma[:, :, None] * noise)
+        states = batch.strategies(actions, share / share.sum(-1, keepdims=True))
         step_s, overflow = batch.step_times(*states)
         return tuple(a[0] for a in states), step_s[0], overflow[0]
 
@@ -173,10 +173,10 @@ def _leave_out(problem, states, most_devices):
 
 def _affordable(problem, budget_s, polish):
     """How many samples fit into their part of the budget, 0 where polish makes more of it: fitted to what one core of a
-    server took, K, S <= 64, L <= 500."""
+    server took, K, S <= 64."""
     K, S = problem.devices, problem.stages
-    fixed_ms = 2.2 + 0.1 * K
-    each_ms = 0.01 + 7e-5 * (K * K + problem.layers) + 4.5e-5 * S * (80 + S) + 1e-5 * S * problem.micro_batches
+    fixed_ms = 0.35 + 0.012 * K + 3e-4 * K * K
+    each_ms = 0.005 + 0.002 * K + 0.003 * S + 6e-5 * S * S + 3.5e-5 * S * problem.micro_batches
     if polish and 1e3 * budget_s < WORTH[S < K] * (fixed_ms + FEWEST * each_ms):
         return 0
     part = SAMPLING_PART if polish else 0.8
@@ -234,35 +234,11 @@ def _polish(search, starts, hot, moves, deadline, rng):
     chunk = max(min(CHUNK, CHUNK_OPS // len(search.ops)), 1)
     best, best_step, best_overflow = None, np.inf, np.inf
     for i, state in enumerate(starts):
-        for temperature, count in _cooling(hot, moves // len(starts), deadline, len(starts) - i, chunk):
-            found, step, overflow = search.run(state, count, temperature, seed)
+        now = time.perf_counter()
+        part = ([((hot, COLD), moves // len(starts))] if deadline is None
+                else chunks(hot, COLD, now + (deadline - now) / (len(starts) - i), chunk))
+        for temperatures, count in part:
+            found, step, overflow = search.run(state, count, temperatures, seed)
             if better(step, overflow, best_step, best_overflow):
                 best, best_step, best_overflow = found, step, overflow
     return best if best is not None else starts[0]
-
-
-def _cooling(hot, moves, deadline, parts, chunk):
-    """(temperatures, moves) of the chunks of one start: so many moves, or a fair part of the time to the deadline."""
-    if deadline is None:
-        yield (hot, COLD), moves
-        return
-    begin = last = time.perf_counter()
-    end = begin + (deadline - begin) / parts
-    longest = 0.0
-    while last + longest < end:
-        gone = (last - begin) / (end - begin)
-        temperature = hot * (COLD / hot) ** gone
-        yield (temperature, temperature), chunk
-        now = time.perf_counter()
-        longest, last = max(longest, now - last), now
-
-
-class _one_thread:
-    """The matrices are small: more threads only wait for each other."""
-
-    def __enter__(self):
-        self.before = torch.get_num_threads()
-        torch.set_num_threads(1)
-
-    def __exit__(self, *_):
-        torch.set_num_threads(self.before)

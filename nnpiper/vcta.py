@@ -45,11 +45,11 @@ POLISHED, IMITATED = (0.02, 5e-4), (0.1, 5e-4)  # temperatures, relative to the 
 class Recipe:
     """How to train."""
 
-    steps: int = 13000
+    steps: int = 27000
     seed: int = 0
     instances: int = 64  # a step, over all processes, of K <= 16 devices; of more devices fewer, for equal work
-    groupings: int = 16  # N, an instance
-    divisions: int = 8  # R, a grouping
+    groupings: int = 8  # N, an instance
+    divisions: int = 4  # R, a grouping
     loss: str = "pairwise"  # of `losses.LOSSES`; "imitation" draws nothing and learns the polished plain starts
     polish: int = 0  # moves of local search that an instance's best strategy makes to join the contrast; 0: none
     learning_rate: float = 1e-3

@@ -50,8 +50,7 @@ def draw(rng: np.random.Generator, A: int, K: int, S: int, L: int, M: int, sched
     forward_part = 1.0 / np.where(rng.random((A, 1, 1)) < 0.6, 3.0, rng.uniform(2.0, 4.5, (A, 1, 1)))
     balanced = 1.0 / (1.0 / layer_s.sum(1)).sum(1)  # [A]
 
-    varied = 0.5 * (rng.random((A, 1)) < 0.25)
-    output = 1e6 * np.exp(varied * rng.standard_normal((A, L)))
+    output = 1e6 * _outputs(rng, A, L)
     link_s = _links(rng, node, ranges) * balanced[:, None, None]
     fixed = np.where(rng.random((A, 1, 1)) < 0.5, rng.uniform(0, 0.5, (A, 1, 1)) ** 2, 0.001)  # latency's part
     bandwidth = 1e6 / (link_s * (1 - fixed))
@@ -77,6 +76,16 @@ def _layers(rng, A, L):
     work[:, 0], work[:, -1] = _log_uniform(rng, 0.003, 1.0, A), _log_uniform(rng, 0.3, 5.0, A)
     static[:, 0], static[:, -1] = _log_uniform(rng, 0.2, 6.0, (2, A))
     return work / work.sum(1, keepdims=True), static / static.sum(1, keepdims=True)
+
+
+def _outputs(rng, A, L):
+    """[A, L] size of each layer's output, 1 on average: all equal as in a transformer, or varied, or falling (now and
+    then rising) from layer to layer as in a convolutional network."""
+    kind = rng.random((A, 1))
+    varied = 0.5 * (kind < 0.4) * rng.standard_normal((A, L))
+    fall = np.where((0.2 < kind) & (kind < 0.5), rng.uniform(-6.0, 2.0, (A, 1)), 0.0)
+    size = np.exp(varied + fall * np.linspace(0, 1, L))
+    return size / size.mean(1, keepdims=True)
 
 
 def _speeds(rng, node, ranges):

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from nnpiper import cost
 from nnpiper.batch import Batch
-from nnpiper.network import Divisions, Encoding, Features, Groupings, Network, Size, State
+from nnpiper.features import Features
+from nnpiper.network import Divisions, Encoding, Groupings, Network, Size, State
 from nnpiper.problem import Strategy
 
 torch.set_num_threads(1)  # the matrices are small: more threads only wait for each other
@@ -72,11 +73,25 @@ def strategies(problems: Batch, d: Drawn) -> list[list[list[Strategy]]]:
     return found
 
 
+def members(groupings: Groupings) -> Tensor:
+    """[A, N, S, K] float, 1 where the device is in the stage, from the actions by plain rules."""
+    A, N, K = groupings.actions.shape
+    member = torch.zeros(A, N, groupings.starts.shape[2] - 1, K)
+    for a in range(A):
+        for n in range(N):
+            stage = -1
+            for action in groupings.actions[a, n].tolist():
+                stage += action < K
+                if action < 2 * K:
+                    member[a, n, stage, action % K] = 1
+    return member
+
+
 def state_after(actions: Tensor, K: int) -> State:
     """The partial strategies [A, N, ...] after actions [A, N, t], by plain rules: k < K opens the next stage with
     device k, K + k lets k join the open stage, 2 K stops and leaves the rest unused."""
     A, N, _ = actions.shape
-    used, group = torch.zeros(A, N, K, dtype=torch.bool), torch.zeros(A, N, K)
+    used, group, before = torch.zeros(A, N, K, dtype=torch.bool), torch.zeros(A, N, K), torch.zeros(A, N, K)
     last, opened = torch.full((A, N), K), torch.zeros(A, N, dtype=torch.long)
     for a in range(A):
         for n in range(N):
@@ -85,9 +100,10 @@ def state_after(actions: Tensor, K: int) -> State:
                     used[a, n] = True
                     continue
                 if action < K:
+                    before[a, n] = group[a, n]
                     group[a, n] = 0
                     opened[a, n] += 1
                 group[a, n, action % K] = 1
                 used[a, n, action % K] = True
                 last[a, n] = action % K
-    return State(used, group, last, opened)
+    return State(used, group, before, last, opened)

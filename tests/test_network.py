@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 from instances import random_problem
-from networks import drawn, lively, state_after, strategies
+from networks import drawn, lively, members, state_after, strategies
 from plans import all_strategies, odd_problem, shuffled
 from slow_simulator import slow_memory, slow_stages
 
-from nnpiper import network as module
-from nnpiper import virtual
+from nnpiper import features as module
+from nnpiper import readings, virtual
 from nnpiper.batch import Batch
-from nnpiper.network import Groupings, Network, State
+from nnpiper.network import SIGMA_RANGE, Groupings, Network, State
 from nnpiper.problem import SHAPES, Strategy
 
 SIZES = [  # K, S, L, M
@@ -66,7 +66,7 @@ def test_a_fresh_network_divides_by_speed_and_every_weight_learns():
     network = Network(lively().size)
     problems = batch(np.random.default_rng(1), 3, 6, 3, 12, 4)
     d = drawn(network, problems, 8)
-    share = (d.groupings.member * d.f.speed[:, None, None]).sum(-1)
+    share = (members(d.groupings) * d.f.speed[:, None, None]).sum(-1)
     assert torch.allclose(d.divisions.mean, share.log(), atol=1e-5)
     network = lively()
     d = drawn(network, problems, 8)
@@ -118,7 +118,7 @@ def test_renaming_the_devices_renames_the_answer(K, S):
             before = network.logits(f, e, state_after(plans.actions[:, :, :t], K))
             after = network.logits(g, h, state_after(renamed[:, :, :t], K))
             torch.testing.assert_close(after, before[..., columns], atol=1e-4, rtol=1e-4)
-        for part, expected in zip(network.divider(g, h, plans.member[..., torch.from_numpy(old)]), divisions):
+        for part, expected in zip(network.divider(g, h, new[plans.order], plans.starts), divisions):
             torch.testing.assert_close(part, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -144,7 +144,7 @@ def test_problems_of_a_batch_do_not_see_each_other():
     for a in range(4):
         g = network.features(Batch.of([problems.problem(a)]))
         h, states = network.encode(g), State(*(part[a:a + 1] for part in plans.states))
-        one = Groupings(plans.actions[a:a + 1], states, plans.member[a:a + 1])
+        one = Groupings(*(part[a:a + 1] if part is not plans.states else states for part in plans))
         for part, expected in zip((network.log_prob(g, h, one), *network.divide(g, h, one)), together):
             torch.testing.assert_close(part, expected[a:a + 1], atol=1e-3, rtol=1e-4)
 
@@ -206,7 +206,7 @@ def test_draws_follow_the_distribution_that_log_prob_states():
     mean, sigma = divisions
     z = ((log_share[:, :, 0] - mean) / sigma).flatten()
     assert abs(z.mean()) < 0.03 and abs(z.std() - 1) < 0.03 and abs((z**3).mean()) < 0.1
-    low, high = module.SIGMA_RANGE
+    low, high = SIGMA_RANGE
     assert (sigma >= low).all() and (sigma <= high).all()
 
 
@@ -228,7 +228,7 @@ def test_log_prob_is_the_sum_over_the_drawing_loop(K, S):
     for r in range(3):
         density = torch.distributions.Normal(*divisions).log_prob(log_share[:, :, r]).sum(-1)
         torch.testing.assert_close(divisions.log_prob(log_share)[:, :, r], density, atol=1e-3, rtol=1e-4)
-    assert torch.equal(plans.member.sum((-2, -1)), (plans.actions < 2 * K).sum(-1).float())
+    assert torch.equal(members(plans).sum((-2, -1)), (plans.actions < 2 * K).sum(-1).float())
 
 
 def test_greedy_takes_the_likeliest_grouping_and_division():
@@ -320,14 +320,19 @@ def uniform_problem(rng, K, L, memory):
     return problem.replace(**alike)
 
 
+def stage_columns(d):
+    """[N, S, STAGE_FEATURES] of the groupings of one problem."""
+    f = d.f
+    parts = (part.numpy() for part in (f.speed, f.link, f.link_reduce, f.capacity, f.in_flight, f.outputs))
+    return torch.from_numpy(readings.read_all_stages(d.groupings.order, d.groupings.starts, *parts)[1][0])
+
+
 def test_stage_features_state_the_transfers_of_the_cost_model():
     """Columns 7, 8: transfers over the boundary ahead, both ways, over the balanced stage time; one device a stage."""
     rng = np.random.default_rng(15)
     problem = uniform_problem(rng, 5, 10, None)
     d = drawn(lively(), Batch.of([problem]), 8)
-    f, plans = d.f, d.groupings
-    speed = (plans.member @ f.speed[:, None, :, None]).clamp(min=1e-6)
-    columns = module._stage_features(f, plans.member, speed)[0]
+    columns = stage_columns(d)
     balanced = 1 / (1 / (problem.forward_s + problem.backward_s).sum(0)).sum()
     for n, (strategy,) in enumerate(strategies(Batch.of([problem]), d)[0]):
         slow = slow_stages(problem, strategy)
@@ -343,11 +348,10 @@ def test_stage_features_state_whether_the_memory_suffices():
     for _ in range(10):
         problem = uniform_problem(rng, 5, 5, 1.0)
         problem = problem.replace(forward_s=np.ones((5, 5)), backward_s=np.ones((5, 5)))
-        f, _, plans, *_ = drawn(lively(), Batch.of([problem]), 4)
-        speed = (plans.member @ f.speed[:, None, :, None]).clamp(min=1e-6)
-        columns = module._stage_features(f, plans.member, speed)[0]
+        d = drawn(lively(), Batch.of([problem]), 4)
+        columns, member = stage_columns(d), members(d.groupings)
         for n in range(4):
-            groups = [tuple(plans.member[0, n, s].nonzero()[:, 0].tolist()) for s in range(5)]
+            groups = [tuple(member[0, n, s].nonzero()[:, 0].tolist()) for s in range(5)]
             need = slow_memory(problem, Strategy((1, 2, 3, 4), groups))
             for s, (k,) in enumerate(groups):
                 flags.append(need[k] > problem.memory_bytes[k])
@@ -361,3 +365,45 @@ def test_virtual_instances_feed_the_network_without_surprises():
     for _ in range(30):
         f = module.features(virtual.draw(rng, 8, **virtual.sizes(rng)))
         assert all(part.abs().max() < 12 for part in (f.globals, f.devices, f.pairs))
+
+
+def test_the_network_knows_how_much_is_sent_at_each_cut():
+    """Places against the nearest cut by plain search; stage features 16 to 18 and state features 9, 10 read them."""
+    rng = np.random.default_rng(18)
+    problem = random_problem(rng, K=5, L=9, S=3, M=5).replace(output_bytes=np.geomspace(5e6, 1e3, 9))
+    d = drawn(lively(), Batch.of([problem]), 8)
+    work = ((problem.forward_s + problem.backward_s) / (problem.forward_s + problem.backward_s).sum(0)).mean(1)
+    cuts, log_output = work.cumsum()[:-1], np.log(problem.output_bytes[:-1] / problem.output_bytes[:-1].mean())
+
+    def at(part):
+        part = round(min(max(part, 0.0), 1.0) * module.PLACES) / module.PLACES
+        return max(log_output[np.abs(cuts - part).argmin()], -5.0)
+
+    np.testing.assert_allclose(d.f.outputs[0], [at(i / module.PLACES) for i in range(module.PLACES + 1)], rtol=1e-4)
+    columns, member, speed = stage_columns(d), members(d.groupings)[0].numpy(), d.f.speed[0].double().numpy()
+    for n in range(8):
+        share = member[n] @ speed
+        ends = share.cumsum() / share.sum()
+        for s in range(2):
+            ahead = [at(ends[s]), at(ends[s] + 1 / 6) - at(ends[s] - 1 / 6)]
+            np.testing.assert_allclose(columns[n, s, [16, 18]], np.multiply(0.5, ahead), atol=1e-5)
+            assert columns[n, s + 1, 17] == columns[n, s, 16]
+        assert columns[n, 2, 16] == columns[n, 2, 18] == columns[n, 0, 17] == 0
+    used = np.array([[[True, False, True, False, False]]])
+    group = np.array([[[False, False, True, False, False]]])
+    values = readings.read_states(used, group, np.array([[2]]), 3, d.f.speed.numpy(), d.f.outputs.numpy())[0, 0]
+    free = 1 - speed[0] - speed[2]
+    np.testing.assert_allclose(values[9:], [0.5 * at(1 - free), 0.5 * at(1.0)], atol=1e-5)
+
+
+def test_joining_sees_the_links_from_the_group_before():
+    """Two partial strategies that differ in nothing but the devices of the stage before the open one."""
+    network = lively()
+    f, e, *_ = drawn(network, Batch.of([random_problem(np.random.default_rng(19), K=6, L=9, S=3, M=5)]), 1)
+    one = state_after(torch.tensor([[[0, 6 + 1, 2]]]), 6)
+    two = one._replace(before=one.before.roll(1, -1))
+    here, there = (network.logits(f, e, state)[0, 0] for state in (one, two))
+    allowed = torch.isfinite(here)
+    joins = torch.arange(13) // 6 == 1
+    assert (allowed & joins).any() and not torch.allclose(here[allowed & joins], there[allowed & joins])
+    assert torch.equal(here[allowed & ~joins], there[allowed & ~joins])

@@ -47,7 +47,7 @@ class Clock:
             return sample(*arguments)
 
         def timed_run(*arguments):
-            self.now += chunk_s
+            self.now += chunk_s * arguments[2] / solver.CHUNK
             self.chunks += 1
             return run(*arguments)
 
@@ -155,7 +155,7 @@ def test_large_problems_get_fewer_samples_within_a_budget(piper, monkeypatch):
     drawn_samples = []
     sample = NNPiper.sample
     monkeypatch.setattr(NNPiper, "sample", lambda *a: drawn_samples.append(a[2]) or sample(a[0], a[1], 4, a[3]))
-    for K, S, M, budget_s in ((16, 16, 64, 0.02), (24, 8, 32, 0.02), (40, 40, 64, 0.02), (8, 8, 32, 0.001),
+    for K, S, M, budget_s in ((16, 16, 64, 0.02), (24, 8, 32, 0.02), (40, 40, 64, 0.02), (8, 8, 32, 0.0005),
                               (40, 40, 64, 1e9), (40, 40, 64, None)):
         problem = random_problem(np.random.default_rng(10), K=K, L=60, S=S, M=M)
         piper.solve(problem, budget_s=budget_s, polish=False)
@@ -171,7 +171,7 @@ def test_chunks_of_long_steps_are_short(piper, monkeypatch):
         self, state, moves, *rest))
     for M in (8, 4096):
         piper.solve(random_problem(np.random.default_rng(11), K=6, L=12, S=6, M=M), budget_s=1.0)
-        assert set(counts) == {min(solver.CHUNK, solver.CHUNK_OPS // (2 * 6 * M))}
+        assert max(counts) == min(solver.CHUNK, solver.CHUNK_OPS // (2 * 6 * M))
         counts.clear()
 
 
@@ -324,9 +324,9 @@ def test_wishes_that_cannot_be_kept_are_refused(piper, wishes, message):
 def test_a_budget_too_small_for_the_network_goes_to_the_search(piper, monkeypatch):
     """No sample is drawn, and the plan is that of a local search from a plain start."""
     problem = random_problem(np.random.default_rng(3), K=8, L=20, S=4, M=8)
-    clock = Clock(monkeypatch, sampling_s=1.0, chunk_s=4e-4)
+    clock = Clock(monkeypatch, sampling_s=1.0, chunk_s=2e-4)
     monkeypatch.setattr(NNPiper, "sample", None)
-    plan = piper.solve(problem, budget_s=0.002)
-    assert 3 <= clock.chunks <= 5
+    plan = piper.solve(problem, budget_s=0.001)
+    assert 3 <= clock.chunks <= 8
     plain = cost.decode(*solver.best_start(problem, np.random.default_rng(0)))
     assert outcome(problem, plan) <= outcome(problem, plain)

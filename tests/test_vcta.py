@@ -98,6 +98,16 @@ def test_virtual_instances_are_problems_within_their_ranges():
     assert len(set(seen)) == 8  # every combination
 
 
+def test_virtual_outputs_are_equal_varied_or_change_along_the_layers():
+    output = virtual.draw(np.random.default_rng(5), 2000, 4, 2, 50, 4, "1f1b", "blocking").output_bytes
+    np.testing.assert_allclose(output.mean(1), 1e6)
+    log_output = np.log(output)
+    trend = log_output @ np.linspace(-1, 1, 50) / (np.linspace(-1, 1, 50) ** 2).sum()
+    equal, falls, rises = np.ptp(log_output, axis=1) < 1e-9, trend < -0.5, trend > 0.5
+    assert 0.4 < equal.mean() < 0.6 and 0.15 < falls.mean() < 0.3 and 0.01 < rises.mean() < 0.1
+    assert 0.1 < (~equal & ~falls & ~rises).mean() < 0.3 and trend.min() < -2.5
+
+
 def test_virtual_instances_follow_from_the_generator():
     one, again, other = (virtual.draw(np.random.default_rng(seed), 2, 5, 3, 9, 4, "gpipe", "overlapped")
                          for seed in (5, 5, 6))
@@ -346,7 +356,7 @@ def test_replayed_groupings_have_the_states_they_were_drawn_through():
     d = drawn(network, problems, 1, 1)
     again = network.replay(d.f, d.groupings.actions[:, 0].numpy())
     assert all(torch.equal(one, other) for one, other in zip(again.states, d.groupings.states))
-    assert torch.equal(again.member, d.groupings.member)
+    assert (again.order == d.groupings.order).all() and (again.starts == d.groupings.starts).all()
     joined = join(d.groupings, again)
     log_p = network.log_prob(d.f, d.e, joined)
     assert torch.allclose(log_p[:, 0], log_p[:, 1]) and log_p.shape == (5, 2)

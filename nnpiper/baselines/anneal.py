@@ -9,6 +9,7 @@ import time
 import numpy as np
 
 from .. import cost
+from ..cooling import chunks
 from ..problem import Problem, Strategy
 from ..search import Search, better, proportional_state, random_state
 from ..starts import best_start
@@ -29,23 +30,9 @@ def solve(problem: Problem, seed: int = 0, runs: int = 4, moves: int = 60_000,
     for _ in range(1 if budget_s else runs):
         state = (best_start(problem, rng) if budget_s else
                  proportional_state(problem, rng.permutation(problem.devices)))
-        for temperature in _cooling(begin, budget_s) if budget_s else [None]:
-            if temperature is None:
-                found, step, overflow = search.run(state, moves, (HOT, COLD), random_state(rng))
-            else:
-                found, step, overflow = search.run(state, CHUNK, (temperature, temperature), random_state(rng))
+        for temperatures, count in (chunks(HOT_IN_BUDGET, COLD, begin + budget_s, CHUNK) if budget_s
+                                    else [((HOT, COLD), moves)]):
+            found, step, overflow = search.run(state, count, temperatures, random_state(rng))
             if better(step, overflow, best_step, best_overflow):
                 best, best_step, best_overflow = found, step, overflow
-    return cost.decode(*best)
-
-
-def _cooling(begin, budget_s):
-    """The temperature by the share of the budget that has gone, until it has."""
-    last = time.perf_counter()
-    yield HOT_IN_BUDGET
-    while True:
-        now = time.perf_counter()
-        if now + (now - last) > begin + budget_s:  # the next chunk would end late
-            return
-        last = now
-        yield HOT_IN_BUDGET * (COLD / HOT_IN_BUDGET) ** ((now - begin) / budget_s)
+    return cost.decode(*(best or state))

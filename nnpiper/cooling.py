@@ -1,0 +1,24 @@
+"""Annealing against the clock: how hot and how many moves, from chunk to chunk, so that a search ends when it has to."""
+
+import time
+from collections.abc import Iterator
+
+FIRST = 100  # moves of the first chunk, which shows the pace
+LEAST = 20  # moves that are worth another call
+CARE = 0.9  # of the moves for which there is time: the next ones may be slower
+
+
+def chunks(hot: float, cold: float, end: float, most: int) -> Iterator[tuple[tuple[float, float], int]]:
+    """((temperature at the start, at the end), moves) of chunks of at most `most` moves, until time.perf_counter() is
+    about `end`; the temperature falls geometrically from hot to cold (0 and 0: descent)."""
+    begin = last = time.perf_counter()
+    count, pace = min(FIRST, most) if begin < end else 0, 0.0
+
+    def temperature(now):
+        return hot * (cold / hot) ** min((now - begin) / max(end - begin, 1e-9), 1.0) if hot > 0.0 else 0.0
+
+    while count >= min(LEAST, most):
+        yield (temperature(last), temperature(last + count * pace)), count
+        now = time.perf_counter()
+        pace, last = (now - last) / count, now
+        count = min(int(CARE * (end - now) / pace), most)

@@ -43,7 +43,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--smoke", action="store_true", help="everything in small, into figures/smoke/ (5 minutes)")
     size.add_argument("--retrain", action="store_true",
-                      help="train from scratch first (at most 60 minutes more) and evaluate that checkpoint, into "
+                      help="train from scratch first (about an hour more) and evaluate that checkpoint, into "
                            "figures/retrain/")
     part = parser.add_mutually_exclusive_group()
     part.add_argument("--from", dest="first", metavar="NN", type=_number, help="leave out the notebooks before NN")
@@ -85,7 +85,7 @@ def clean(out: Path) -> None:
 
 
 def train_checkpoint(out: Path) -> Path:
-    """Train from scratch by the first command on the shipped checkpoint's card, or go on where a killed training
+    """Train from scratch by the command on the shipped checkpoint's card, or go on where a killed training
     stopped; returns the checkpoint. Raises subprocess.CalledProcessError."""
     from . import provenance
     from .problem import write_text
@@ -140,9 +140,8 @@ def _reproduce(options, out):
 
 
 def _card():
-    """What the shipped checkpoint's card says of its training, or of the one that this went on from."""
-    card = json.loads(CHECKPOINT.with_suffix(".json").read_text(encoding="utf-8"))
-    return card.get("start", card)
+    """What the shipped checkpoint's card says of its training."""
+    return json.loads(CHECKPOINT.with_suffix(".json").read_text(encoding="utf-8"))
 
 
 def _report_claims(out, mode, console):

@@ -1,5 +1,5 @@
-"""The network's forward pass for one problem, compiled: `Network.encode`, `draw` and `divide` in one call, without torch's
-cost of a call, which is most of the time where matrices are small. A test holds both to each other.
+"""The network's forward pass for one problem, compiled: `Network.encode`, `draw` and `divide` in one call, without
+torch's cost of a call, which is most of the time where matrices are small. A test holds both to each other.
 
 Symbols: K devices, S stages, N groupings, D width, H heads, C link channels.
 """
@@ -15,7 +15,7 @@ from . import sampling
 from .batch import assemble
 from .features import Features
 from .kernels import Blocks, dense, layer_norm, transform
-from .network import CHANNELS, DISTANCES, POINTER_CLIP, SIGMA_RANGE, Network
+from .network import CHANNELS, DISTANCES, POINTER_CLIP, SIGMA_RANGE, Network, as_array
 from .readings import STAGE_FEATURES, read_stages
 
 
@@ -54,17 +54,17 @@ class Divider(NamedTuple):
 
 
 class Compiled:
-    """A network that draws strategies for one problem."""
+    """Draws strategies for one problem; a snapshot of the network's weights."""
 
     def __init__(self, network: Network):
         n, d = network, network.divider
         self.query = n.query_weights()
         self.heads, self.stage_heads = n.size.heads, n.size.stage_heads
         self.encoder = Encoder(*_pair(n.device_in), *_pair(n.pair_in[0]), *_pair(n.pair_in[2]), _blocks(n.encoder),
-                               *_norm(n.node_norm), _array(n.to_parts.weight.T), *_pair(n.to_whole),
-                               _array(n.nothing_yet))
-        self.divider = Divider(*_pair(d.stage_in), _array(d.node_in.weight.T), *_pair(d.global_in),
-                               _array(d.distance.weight), _blocks(d.blocks), *_norm(d.out[0]), *_pair(d.out[1]))
+                               *_norm(n.node_norm), as_array(n.to_parts.weight.T), *_pair(n.to_whole),
+                               as_array(n.nothing_yet))
+        self.divider = Divider(*_pair(d.stage_in), as_array(d.node_in.weight.T), *_pair(d.global_in),
+                               as_array(d.distance.weight), _blocks(d.blocks), *_norm(d.out[0]), *_pair(d.out[1]))
 
     def draw(self, f: Features, N: int, random: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Actions [1, N, K] of N groupings for the one problem of f, number 0 the likeliest, and mean and deviation
@@ -73,16 +73,12 @@ class Compiled:
         return _draw(parts, self.encoder, self.divider, self.query, self.heads, self.stage_heads, f.stages, N, random)
 
 
-def _array(tensor):
-    return np.ascontiguousarray(tensor.detach().numpy())
-
-
 def _pair(layer: nn.Linear):
-    return _array(layer.weight.T), _array(layer.bias)
+    return as_array(layer.weight.T), as_array(layer.bias)
 
 
 def _norm(layer: nn.LayerNorm):
-    return _array(layer.weight), _array(layer.bias)
+    return as_array(layer.weight), as_array(layer.bias)
 
 
 def _blocks(blocks):
@@ -95,7 +91,7 @@ def _blocks(blocks):
 def _draw(parts, encoder, divider, query, heads, stage_heads, S, N, random):
     globals_, devices, pairs, speed, rank, link, link_reduce, capacity, flight, outputs = parts
     nodes, pointer = _encode(globals_[0], devices[0], pairs[0], speed, rank, outputs, encoder, heads)
-    actions, _ = sampling.draw(pointer, query, S, N, POINTER_CLIP, True, random)
+    actions = sampling.draw(pointer, query, S, N, POINTER_CLIP, True, random)
     order, starts = assemble(actions, S)
     mean, sigma = np.empty((1, N, S), np.float32), np.empty((1, N, S), np.float32)
     K, D = nodes.shape
@@ -104,12 +100,12 @@ def _draw(parts, encoder, divider, query, heads, stage_heads, S, N, random):
     dense(nodes, divider.node, np.zeros(width, np.float32), False, seen)
     whole = np.empty((1, width), np.float32)
     dense(globals_, divider.globals, divider.globals_shift, False, whole)
-    bias = _distances(divider.distance, S)
+    bias = _distances(divider.distance, S, stage_heads)
     share, values = np.empty(S, np.float32), np.empty((S, STAGE_FEATURES), np.float32)
     for n in range(N):
         read_stages(order[0, n], starts[0, n], speed[0], link[0], link_reduce[0], capacity[0], flight[0], outputs[0],
                     share, values)
-        _divide(order[0, n], starts[0, n], speed[0], share, values, seen, whole[0], divider, bias, stage_heads,
+        _divide(order[0, n], starts[0, n], speed[0], share, values, seen, whole[0], divider, bias,
                 mean[0, n], sigma[0, n])
     return actions, mean, sigma
 
@@ -156,17 +152,19 @@ def _encode(globals_, devices, pairs, speed, rank, outputs, w, H):
 
 
 @njit(cache=True)
-def _distances(distance, S):
-    """[S, S, depth x H] attention biases of stages by how far apart they are."""
-    bias = np.empty((S, S, distance.shape[1]), np.float32)
-    for s in range(S):
-        for t in range(S):
-            bias[s, t] = distance[min(max(t - s, -DISTANCES), DISTANCES) + DISTANCES]
+def _distances(distance, S, H):
+    """[depth, S, S, H] attention biases of stages by how far apart they are."""
+    bias = np.empty((distance.shape[1] // H, S, S, H), np.float32)
+    for b in range(bias.shape[0]):
+        for s in range(S):
+            for t in range(S):
+                far = min(max(t - s, -DISTANCES), DISTANCES) + DISTANCES
+                bias[b, s, t] = distance[far, b * H:(b + 1) * H]
     return bias
 
 
 @njit(cache=True)
-def _divide(order, starts, speed, share, values, seen, whole, w, bias, H, mean, sigma):
+def _divide(order, starts, speed, share, values, seen, whole, w, bias, mean, sigma):
     """Mean and deviation [S] of the log shares for one grouping."""
     S, D = share.shape[0], seen.shape[1]
     x = np.empty((S, D), np.float32)
@@ -175,8 +173,8 @@ def _divide(order, starts, speed, share, values, seen, whole, w, bias, H, mean, 
         x[s] += whole
         for i in range(starts[s], starts[s + 1]):
             x[s] += np.float32(speed[order[i]] / share[s]) * seen[order[i]]
-    for b in range(w.blocks.norm1.shape[0]):
-        transform(x, np.ascontiguousarray(bias[:, :, b * H:(b + 1) * H]), w.blocks, b)
+    for b in range(bias.shape[0]):
+        transform(x, bias[b], w.blocks, b)
     normed, out = np.empty((S, D), np.float32), np.empty((S, 2), np.float32)
     layer_norm(x, w.norm, w.norm_shift, normed)
     dense(normed, w.out, w.out_shift, False, out)

@@ -1,4 +1,4 @@
-"""Annealing against the clock: how hot and how many moves, from chunk to chunk, so that a search ends when it has to."""
+"""Annealing against the clock: how hot and how many moves, chunk after chunk, so that a search ends in time."""
 
 import time
 from collections.abc import Iterator
@@ -20,5 +20,5 @@ def chunks(hot: float, cold: float, end: float, most: int) -> Iterator[tuple[tup
     while count >= min(LEAST, most):
         yield (temperature(last), temperature(last + count * pace)), count
         now = time.perf_counter()
-        pace, last = (now - last) / count, now
+        pace, last = max((now - last) / count, 1e-9), now
         count = min(int(CARE * (end - now) / pace), most)

@@ -59,7 +59,8 @@ def _read(all_forward, all_layer, all_work, all_output, all_stash, all_static, a
     to, transfer = np.empty((K, K)), np.empty((K, K))
     for a in range(A):
         layer_s, work, memory, speed = all_layer[a], all_work[a], all_memory[a], all_speed[a]
-        devices, pairs, link, reduce, capacity = all_devices[a], all_pairs[a], all_link[a], all_reduce[a], all_capacity[a]
+        devices, pairs, link = all_devices[a], all_pairs[a], all_link[a]
+        reduce, capacity = all_reduce[a], all_capacity[a]
         total = np.zeros(K)  # the whole model on one device
         for i in range(L):
             for k in range(K):
@@ -90,14 +91,15 @@ def _read(all_forward, all_layer, all_work, all_output, all_stash, all_static, a
                 pairs[j, k, 7] = _log(all_latency[a, j, k] / balanced)
             pairs[j, j] = 0.0
         static, stash = all_static[a].sum(), all_stash[a].sum()
-        rank = np.argsort(np.argsort(-balanced / total, kind="mergesort"), kind="mergesort")
+        part = balanced / total
+        rank = np.argsort(np.argsort(-part, kind="mergesort"), kind="mergesort")
         mean_memory = max(memory.mean(), 1.0)
-        log_speed = np.log(balanced / total * K)
+        log_speed = np.log(part * K)
         for k in range(K):
-            speed[k], all_rank[a, k] = balanced / total[k], rank[k]
+            speed[k], all_rank[a, k] = part[k], rank[k]
             by_static, by_stash = memory[k] / (static + 1.0), memory[k] / (stash + 1.0)
             capacity[k, 0], capacity[k, 1] = min(max(by_static, 1e-6), 1e6), min(max(by_stash, 1e-6), 1e6)
-            needed = balanced / total[k] * (static + stash * min(M, S)) + 1.0
+            needed = part[k] * (static + stash * min(M, S)) + 1.0
             devices[k, 0], devices[k, 1] = log_speed[k], rank[k] / K
             devices[k, 2], devices[k, 3] = _clipped_log(memory[k] / needed), _clipped_log(by_static * S)
             devices[k, 4] = _clipped_log(by_stash)
@@ -121,8 +123,8 @@ def _read_outputs(output, work, outputs):
     mean = output[:max(L - 1, 1)].mean() + 1e-9
     done = work[0]
     for place in range(last + 1):
-        part = place / last
-        while cut < L - 2 and abs(done + work[cut + 1] - part) < abs(done - part):
+        wanted = place / last
+        while cut < L - 2 and abs(done + work[cut + 1] - wanted) < abs(done - wanted):
             cut += 1
             done += work[cut]
         ratio = math.log((output[cut] + 1e-9) / mean) if L > 1 else 0.0
@@ -139,17 +141,10 @@ def _clipped_log(ratio):
     return min(max(math.log(ratio + 1e-9), -3.0), 3.0)
 
 
-def _same(*names):
-    """Hides what tells the devices apart in these fields: all as the mean one."""
-    mean = lambda a: np.broadcast_to(a.mean(-1, keepdims=True), a.shape)
-    return lambda problems: replace(problems, **{name: mean(getattr(problems, name)) for name in names})
-
-
 # what an ablation keeps from the network: the problem that it sees in place of the true one
 BLIND = {
     "links": lambda p: replace(p, bandwidth_bytes_per_s=np.full_like(p.bandwidth_bytes_per_s, 1e30),
                                latency_s=np.zeros_like(p.latency_s)),
-    "devices": _same("forward_s", "backward_s", "memory_bytes"),
     "memory": lambda p: replace(p, memory_bytes=np.full_like(p.memory_bytes, 1e15)),
     "micro-batches": lambda p: replace(p, micro_batches=16),
     "stages": lambda p: replace(p, stages=p.memory_bytes.shape[1])}

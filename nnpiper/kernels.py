@@ -13,7 +13,7 @@ EPSILON = 1e-5  # torch's LayerNorm
 
 
 class Blocks(NamedTuple):
-    """The weights of `depth` transformer blocks (network.Block); matrices are [depth, in, out], the others [depth, .]."""
+    """The weights of `depth` transformer blocks (network.Block): matrices [depth, in, out], the others [depth, .]."""
 
     norm1: np.ndarray
     norm1_shift: np.ndarray
@@ -78,7 +78,7 @@ def attend(qkv, bias, out):
     scores = np.empty(n, np.float32)
     for h in range(H):
         for i in range(n):
-            most = np.float32(-np.inf)
+            most = np.float32(-3e38)  # not infinity, which fastmath takes for impossible
             for j in range(n):
                 dot = np.float32(0.0)
                 for d in range(width):

@@ -27,6 +27,7 @@ from .readings import STAGE_FEATURES, STATE_FEATURES
 CHANNELS = 8  # of what a link says to the pointer
 POINTER_CLIP = 10.0  # logits are CLIP tanh(x), Bello et al. 2017
 SIGMA_RANGE = 0.02, 0.5  # of the log share
+DISTANCES = 8  # stages further apart share one attention bias
 
 
 @dataclass(frozen=True)
@@ -198,19 +199,19 @@ class Network(nn.Module):
         """N groupings for each problem; with greedy, number 0 takes the likeliest action at each step."""
         random = torch.randint(1, 2**62, (1,), generator=generator).numpy().astype(np.uint64)
         keys = e.keys.transpose(1, 2) / math.sqrt(self.size.width)
-        pointer = sampling.Pointer(*map(_array, (f.speed, f.rank, f.outputs, e.whole, e.last, e.group, e.free, keys,
+        pointer = sampling.Pointer(*map(as_array, (f.speed, f.rank, f.outputs, e.whole, e.last, e.group, e.free, keys,
                                                  e.links, e.earlier)))
-        return _groupings(*sampling.draw(pointer, self.query_weights(), f.stages, N, POINTER_CLIP, greedy, random),
+        return _groupings(sampling.draw(pointer, self.query_weights(), f.stages, N, POINTER_CLIP, greedy, random),
                           f.stages)
 
     def query_weights(self) -> sampling.Query:
         """What `sampling.draw` needs of the weights."""
         layers = self.state_in, self.query[1], self.query[3]
-        return sampling.Query(*(_array(part) for layer in layers for part in (layer.weight.T, layer.bias)))
+        return sampling.Query(*(as_array(part) for layer in layers for part in (layer.weight.T, layer.bias)))
 
     def replay(self, f: Features, actions: np.ndarray) -> Groupings:
         """One given grouping for each problem, from actions [A, K], as `draw` returns groupings."""
-        return _groupings(actions[:, None], sampling.replay(actions[:, None]), f.stages)
+        return _groupings(actions[:, None], f.stages)
 
     def log_prob(self, f: Features, e: Encoding, groupings: Groupings) -> Tensor:
         """[A, N] log probability of drawn groupings, with gradient."""
@@ -241,9 +242,8 @@ class Divider(nn.Module):
     def forward(self, f: Features, e: Encoding, order: np.ndarray, starts: np.ndarray) -> Divisions:
         """From the stages, as `Groupings` has them."""
         A, N, S = starts.shape[0], starts.shape[1], starts.shape[2] - 1
-        speed, values = map(torch.from_numpy, readings.read_all_stages(order, starts, *(part.numpy() for part in (
+        speed, part, values = map(torch.from_numpy, readings.read_all_stages(order, starts, *(x.numpy() for x in (
             f.speed, f.link, f.link_reduce, f.capacity, f.in_flight, f.outputs))))
-        part = torch.from_numpy(readings.parts(order, starts, f.speed.numpy()))
         # the shares' noisy gradient stays out of the encoder: it learns from the pointer
         nodes = part.flatten(1, 2) @ self.node_in(e.nodes.detach())
         x = self.stage_in(values) + nodes.view(A, N, S, -1)
@@ -257,9 +257,6 @@ class Divider(nn.Module):
         low, high = SIGMA_RANGE
         sigma = low * (high / low) ** torch.sigmoid(deviation)
         return Divisions(speed.log() + correction, sigma)
-
-
-DISTANCES = 8  # stages further apart share one attention bias
 
 
 class Block(nn.Module):
@@ -280,12 +277,13 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-def _array(tensor):
-    return tensor.detach().contiguous().numpy()
+def as_array(tensor: Tensor) -> np.ndarray:
+    """A copy of a tensor for compiled code."""
+    return np.array(tensor.detach().numpy(), order="C")
 
 
-def _groupings(actions, states, S):
-    used, group, before, last, opened = (torch.from_numpy(part).flatten(1, 2) for part in states)
+def _groupings(actions, S):
+    used, group, before, last, opened = (torch.from_numpy(part).flatten(1, 2) for part in sampling.replay(actions))
     return Groupings(torch.from_numpy(actions), State(used, group.float(), before.float(), last, opened),
                      *assemble(actions, S))
 

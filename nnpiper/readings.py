@@ -140,27 +140,16 @@ def read_stages(order, starts, speed, link, link_reduce, capacity, flight, outpu
 
 @njit(cache=True)
 def read_all_stages(order, starts, speed, link, link_reduce, capacity, flight, outputs):
-    """share [A, N, S] and [A, N, S, STAGE_FEATURES] of strategies [A, N, ...]; see `read_stages`."""
+    """share [A, N, S], part [A, N, S, K] of each device in its stage's speed (0 for the others) and values
+    [A, N, S, STAGE_FEATURES] of strategies [A, N, ...]; see `read_stages`."""
     A, N, S = starts.shape[0], starts.shape[1], starts.shape[2] - 1
     share, values = np.empty((A, N, S), np.float32), np.empty((A, N, S, STAGE_FEATURES), np.float32)
+    part = np.zeros((A, N, S, speed.shape[1]), np.float32)
     for a in range(A):
         for n in range(N):
             read_stages(order[a, n], starts[a, n], speed[a], link[a], link_reduce[a], capacity[a], flight[a],
                         outputs[a], share[a, n], values[a, n])
-    return share, values
-
-
-@njit(cache=True)
-def parts(order, starts, speed):
-    """[A, N, S, K] each device's part of its stage's work; 0 for the others. speed [A, K]."""
-    A, N, S, K = starts.shape[0], starts.shape[1], starts.shape[2] - 1, speed.shape[1]
-    part = np.zeros((A, N, S, K), np.float32)
-    for a in range(A):
-        for n in range(N):
             for s in range(S):
-                total = 0.0
                 for i in range(starts[a, n, s], starts[a, n, s + 1]):
-                    total += speed[a, order[a, n, i]]
-                for i in range(starts[a, n, s], starts[a, n, s + 1]):
-                    part[a, n, s, order[a, n, i]] = speed[a, order[a, n, i]] / max(total, 1e-6)
-    return part
+                    part[a, n, s, order[a, n, i]] = speed[a, order[a, n, i]] / share[a, n, s]
+    return share, part, values

@@ -38,7 +38,7 @@ class Query(NamedTuple):
 
 
 class Pointer(NamedTuple):
-    """What a problem answers with; network.Encoding says what each is. Axis A is left out in `_draw`."""
+    """What a problem answers with; network.Encoding says what each is. Within `draw` without axis A."""
 
     speed: np.ndarray  # [A, K]
     rank: np.ndarray  # [A, K]
@@ -54,11 +54,10 @@ class Pointer(NamedTuple):
 
 @njit(cache=True)
 def draw(pointer, query, S, N, clip, greedy, random):
-    """Actions [A, N, K] of N strategies for each problem and the partial strategies before each; with greedy, number 0
-    takes the likeliest action at each step."""
+    """Actions [A, N, K] of N strategies for each problem; with greedy, number 0 takes the likeliest action at each
+    step. Raises ValueError where the logits are no numbers."""
     A, K = pointer.speed.shape
     actions = np.empty((A, N, K), np.int64)
-    states = _room(A, N, K)
     width, wide = query.middle_weight.shape[1], query.out_weight.shape[1]
     context, middle = np.empty((N, width), np.float32), np.empty((N, width), np.float32)
     out, scores = np.empty((N, wide), np.float32), np.empty((N, 2 * K), np.float32)
@@ -66,52 +65,41 @@ def draw(pointer, query, S, N, clip, greedy, random):
     for a in range(A):
         p = Pointer(pointer.speed[a], pointer.rank[a], pointer.outputs[a], pointer.whole[a], pointer.last[a],
                     pointer.group[a], pointer.free[a], pointer.keys[a], pointer.links[a], pointer.earlier[a])
-        state = initial(N, K)
+        state = _initial(N, K)
         for t in range(K):
-            _record(state, states, a, t)
             _fill_context(state, S, p, query, context)
             dense(context, query.middle_weight, query.middle_constant, True, middle)
             dense(middle, query.out_weight, query.out_constant, False, out)
             dense(out[:, :width], p.keys, nothing, False, scores)
             _pick(state, S, p, scores, out[:, width:], clip, greedy, random, chosen)
             actions[a, :, t] = chosen
-    return actions, states
+    return actions
 
 
 @njit(cache=True)
 def replay(actions):
     """The partial strategies before each of the actions [A, N, K]."""
     A, N, K = actions.shape
-    states = _room(A, N, K)
+    shape = A, N, K, K
+    states = Partial(np.empty(shape, np.bool_), np.empty(shape, np.bool_), np.empty(shape, np.bool_),
+                     np.empty((A, N, K), np.int64), np.empty((A, N, K), np.int64))
     for a in range(A):
-        state = initial(N, K)
+        state = _initial(N, K)
         for t in range(K):
-            _record(state, states, a, t)
-            apply(state, actions[a, :, t])
+            states.used[a, :, t] = state.used
+            states.group[a, :, t] = state.group
+            states.before[a, :, t] = state.before
+            states.last[a, :, t] = state.last
+            states.opened[a, :, t] = state.opened
+            _apply(state, actions[a, :, t])
     return states
 
 
 @njit(cache=True)
-def _room(A, N, K):
-    shape = (A, N, K, K)
-    return Partial(np.empty(shape, np.bool_), np.empty(shape, np.bool_), np.empty(shape, np.bool_),
-                   np.empty((A, N, K), np.int64), np.empty((A, N, K), np.int64))
-
-
-@njit(cache=True)
-def initial(N, K):
+def _initial(N, K):
     """Nothing picked yet."""
     return Partial(np.zeros((N, K), np.bool_), np.zeros((N, K), np.bool_), np.zeros((N, K), np.bool_),
                    np.full(N, K, np.int64), np.zeros(N, np.int64))
-
-
-@njit(cache=True)
-def _record(state, states, a, t):
-    states.used[a, :, t] = state.used
-    states.group[a, :, t] = state.group
-    states.before[a, :, t] = state.before
-    states.last[a, :, t] = state.last
-    states.opened[a, :, t] = state.opened
 
 
 @njit(cache=True, fastmath=True)
@@ -186,8 +174,10 @@ def _pick(state, S, p, scores, extra, clip, greedy, random, actions):
                 value = _noisy(logit, clip, likeliest, random)
                 if value > best:
                     best, choice = value, join * K + k
+        if choice < 0:
+            raise ValueError("the network's logits are no numbers")
         actions[n] = choice
-    apply(state, actions)
+    _apply(state, actions)
 
 
 @njit(cache=True, fastmath=True)
@@ -204,13 +194,13 @@ def _sum(group, rows, total):
 
 
 @njit(cache=True)
-def apply(state, actions):
+def _apply(state, actions):
     """Carry out one action for each partial strategy, actions [N]."""
     N, K = state.used.shape
     for n in range(N):
         choice = actions[n]
         if choice == 2 * K:
-            state.group[n, :] = False
+            state.group[n, :] = False  # with the next line only to save sums: nothing but stop is allowed from here on
             state.before[n, :] = False
             state.used[n, :] = True
             continue

@@ -45,6 +45,17 @@ class Search:
         return best, step, overflow
 
 
+    def anneal(self, state, chunks, random_state: np.ndarray):
+        """`run` for each of the chunks ((first temperature, last), moves) in turn, from where the one before ended;
+        returns the best of all as `run` does, or the state, with infinite step and bytes, where there is no chunk."""
+        best, best_step, best_overflow = state, np.inf, np.inf
+        for temperature, moves in chunks:
+            found, step, overflow = self.run(state, moves, temperature, random_state)
+            if better(step, overflow, best_step, best_overflow):
+                best, best_step, best_overflow = found, step, overflow
+        return best, best_step, best_overflow
+
+
 def random_state(rng: np.random.Generator) -> np.ndarray:
     """Seed of the compiled generator."""
     return rng.integers(1, 2**63, size=1, dtype=np.uint64)

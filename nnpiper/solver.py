@@ -15,7 +15,7 @@ from .compiled import Compiled
 from .cooling import chunks
 from .network import Network
 from .problem import MAX_VALUE, InputError, Problem, Strategy
-from .search import Search, better, device_speed, random_state
+from .search import Search, device_speed, random_state
 from .starts import best_start
 
 SAMPLES = 64  # groupings
@@ -26,15 +26,13 @@ STARTS = 4  # states that are polished; the last is a plain start, since the bes
 MOVES_A_START = 10  # times K^2: fewer states are polished where there are fewer moves than that for each
 CHUNK = 250  # moves between two looks at the clock; fewer where one simulation takes long
 CHUNK_OPS = 1 << 21  # that a chunk simulates at most, a few milliseconds
-SAMPLING_PART = 0.25  # of a budget; large problems get fewer samples, at least FEWEST
+SAMPLING_PART = 0.4  # of a budget; large problems get fewer samples, at least FEWEST
 FEWEST = 4
-# Where a budget is less than so many times what FEWEST samples take, a plain start is polished for the whole of it:
-# the first for S = K, where local search is at its best, the second for groups.
-WORTH = 3.0, 2.0
+WORTH = 1.5  # times what FEWEST samples take: in a smaller budget a plain start is polished for the whole of it
 # Temperature of the polish, relative to the step: from HOT / sqrt(K), as more devices need more moves; 0.012 to 0.12
 # were tried at K = 12 and 16, 0.012 to 0.06 at K = 64
 HOT, COLD = 0.1, 0.0005
-HOT_OVER_MEMORY = 0.1  # a plan that does not fit has to be left, not refined
+HOT_TIGHT = 0.06  # where no sample fits: such a plan, or one that fits by its order of devices, has to be left
 HOPELESS = 1.25  # times the step of the best start: no polish for such a one
 
 
@@ -85,7 +83,8 @@ class NNPiper:
             problem = with_pins(problem, pins or {})
             _leave_out(problem, states, most_devices or problem.devices)
             step_s, overflow = simulator.step_times(problem, *states)
-        if overflow.min() > 0:
+        tight = overflow.min() > 0
+        if tight:
             states, step_s, overflow = _with_memory_plan(problem, states, step_s, overflow, most_devices)
         order = np.lexsort((step_s, overflow))
         if not polish:
@@ -97,7 +96,7 @@ class NNPiper:
         starts = _distinct(states, step_s, order, count - plain)
         if plain:
             starts = _hopeful(problem, [*starts, best_start(problem, rng)])
-        hot = hottest(problem) if overflow[order[0]] == 0 else HOT_OVER_MEMORY
+        hot = HOT_TIGHT if tight else hottest(problem)
         best = _polish(Search(problem, most_devices), starts, hot, moves, deadline, rng)
         return without_replicas(cost.decode(*best), problem.layers, pins or {})
 
@@ -173,11 +172,12 @@ def _leave_out(problem, states, most_devices):
 
 def _affordable(problem, budget_s, polish):
     """How many samples fit into their part of the budget, 0 where polish makes more of it: fitted to what one core of a
-    server took, K, S <= 64."""
+    server took, K, S <= 64, L <= 500."""
     K, S = problem.devices, problem.stages
     fixed_ms = 0.35 + 0.012 * K + 3e-4 * K * K
-    each_ms = 0.005 + 0.002 * K + 0.003 * S + 6e-5 * S * S + 3.5e-5 * S * problem.micro_batches
-    if polish and 1e3 * budget_s < WORTH[S < K] * (fixed_ms + FEWEST * each_ms):
+    each_ms = (0.005 + 0.002 * K + 0.003 * S + 6e-5 * S * S + 3.5e-5 * S * problem.micro_batches
+               + 7e-5 * problem.layers)
+    if polish and 1e3 * budget_s < WORTH * (fixed_ms + FEWEST * each_ms):
         return 0
     part = SAMPLING_PART if polish else 0.8
     return max(int(min((1e3 * part * budget_s - fixed_ms) / each_ms, 1e6)), FEWEST)
@@ -232,13 +232,10 @@ def _polish(search, starts, hot, moves, deadline, rng):
     """Anneal from each start for an equal part of the moves (or of the time), from hot to COLD."""
     seed = random_state(rng)
     chunk = max(min(CHUNK, CHUNK_OPS // len(search.ops)), 1)
-    best, best_step, best_overflow = None, np.inf, np.inf
+    found = []
     for i, state in enumerate(starts):
         now = time.perf_counter()
         part = ([((hot, COLD), moves // len(starts))] if deadline is None
                 else chunks(hot, COLD, now + (deadline - now) / (len(starts) - i), chunk))
-        for temperatures, count in part:
-            found, step, overflow = search.run(state, count, temperatures, seed)
-            if better(step, overflow, best_step, best_overflow):
-                best, best_step, best_overflow = found, step, overflow
-    return best if best is not None else starts[0]
+        found.append(search.anneal(state, part, seed))
+    return min(found, key=lambda end: (end[2], end[1]))[0]

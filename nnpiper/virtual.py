@@ -22,6 +22,7 @@ class Ranges:
     speed_spread: tuple[float, float] = (0.2, 2.0)  # half range of log speed
     transfer: tuple[float, float] = (0.002, 4.0)  # of a micro-batch over a typical link / balanced stage time
     link_spread: tuple[float, float] = (0.2, 2.3)  # half range of log link time
+    output_change: tuple[float, float] = (-6.0, 2.0)  # of log output size, from the first layer to the last
 
 
 def sizes(rng: np.random.Generator, ranges: Ranges = Ranges()) -> dict:
@@ -50,7 +51,7 @@ def draw(rng: np.random.Generator, A: int, K: int, S: int, L: int, M: int, sched
     forward_part = 1.0 / np.where(rng.random((A, 1, 1)) < 0.6, 3.0, rng.uniform(2.0, 4.5, (A, 1, 1)))
     balanced = 1.0 / (1.0 / layer_s.sum(1)).sum(1)  # [A]
 
-    output = 1e6 * _outputs(rng, A, L)
+    output = 1e6 * _outputs(rng, A, L, ranges)
     link_s = _links(rng, node, ranges) * balanced[:, None, None]
     fixed = np.where(rng.random((A, 1, 1)) < 0.5, rng.uniform(0, 0.5, (A, 1, 1)) ** 2, 0.001)  # latency's part
     bandwidth = 1e6 / (link_s * (1 - fixed))
@@ -78,12 +79,12 @@ def _layers(rng, A, L):
     return work / work.sum(1, keepdims=True), static / static.sum(1, keepdims=True)
 
 
-def _outputs(rng, A, L):
+def _outputs(rng, A, L, ranges):
     """[A, L] size of each layer's output, 1 on average: all equal as in a transformer, or varied, or falling (now and
     then rising) from layer to layer as in a convolutional network."""
     kind = rng.random((A, 1))
     varied = 0.5 * (kind < 0.4) * rng.standard_normal((A, L))
-    fall = np.where((0.2 < kind) & (kind < 0.5), rng.uniform(-6.0, 2.0, (A, 1)), 0.0)
+    fall = np.where((0.2 < kind) & (kind < 0.5), rng.uniform(*ranges.output_change, (A, 1)), 0.0)
     size = np.exp(varied + fall * np.linspace(0, 1, L))
     return size / size.mean(1, keepdims=True)
 

@@ -133,6 +133,10 @@ def test_targets_by_hand():
     assert made.loc["mean gap, S < K, 10 ms [%]", "verdict"] == "holds"
     assert made.loc["mean gap, S = K, 10 ms [%]", "verdict"] == "does not hold"
     assert measured.filter(like="smaller").tolist() == [0]
+    large = [budgets.targets(table(*(row for row in rows if row[0] < count)).assign(devices=12))["measured"].iloc[-1]
+             for count in (3, 4)]
+    assert measured["of 0 with K >= 12, up to 100 ms, those where the mean gap is over half of annealing's"] == 0
+    assert large == [4, 0]  # two sizes, two budgets: 0.8 % against 0.5, then 0.6 against 3.2
 
 
 def test_a_plan_over_memory_is_behind():

@@ -25,7 +25,7 @@ def same_draws(network, problems, N, seed=0):
     actions, mean, sigma = Compiled(network).draw(network.features(problems), N, random)
     # logits differ in the last digits, so that now and then two noisy ones swap; then the rest of the draws is another
     same = (actions == d.groupings.actions.numpy()).all(-1)[0]
-    assert same[0] and same.mean() > 0.95
+    assert same[0] and same.sum() >= N - 1
     for part, expected in ((mean, d.divisions.mean), (sigma, d.divisions.sigma)):
         np.testing.assert_allclose(part[0, same], expected.detach().numpy()[0, same], atol=1e-4, rtol=1e-4)
 

@@ -123,16 +123,6 @@ def test_the_same_seed_gives_the_same_strategy(piper):
     assert solve(4, moves=300) == before
 
 
-def test_solving_leaves_the_number_of_threads_alone(piper):
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        piper.solve(random_problem(np.random.default_rng(4), K=3, L=4), moves=10)
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("sampling_s, chunk_s, budget_s", [
     (0.005, 0.001, 0.02), (0.002, 0.003, 0.02), (0.01, 1e-4, 0.1)])
 def test_the_budget_is_used_and_kept(piper, monkeypatch, sampling_s, chunk_s, budget_s):
@@ -324,9 +314,9 @@ def test_wishes_that_cannot_be_kept_are_refused(piper, wishes, message):
 def test_a_budget_too_small_for_the_network_goes_to_the_search(piper, monkeypatch):
     """No sample is drawn, and the plan is that of a local search from a plain start."""
     problem = random_problem(np.random.default_rng(3), K=8, L=20, S=4, M=8)
-    clock = Clock(monkeypatch, sampling_s=1.0, chunk_s=2e-4)
+    clock = Clock(monkeypatch, sampling_s=1.0, chunk_s=1.2e-4)
     monkeypatch.setattr(NNPiper, "sample", None)
-    plan = piper.solve(problem, budget_s=0.001)
+    plan = piper.solve(problem, budget_s=0.0006)
     assert 3 <= clock.chunks <= 8
     plain = cost.decode(*solver.best_start(problem, np.random.default_rng(0)))
     assert outcome(problem, plan) <= outcome(problem, plain)

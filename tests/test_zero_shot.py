@@ -49,12 +49,13 @@ def gaps():
 
 @needs_samples
 def test_gaps_on_measured_profiles():
-    """Transformers and GNMT, whose layers all send about as much, are planned as well as anything in training. VGG's do
-    not: the network sees the mean output of a layer alone, and the polish has to make up for it."""
+    """Transformers and GNMT, whose layers all send about as much, are planned as well as anything in training. Of VGG
+    the network alone is weaker, and the polish makes up for most of it: its few layers send very unequal amounts."""
     found = gaps()
     even = np.array([gap for name, gap in found.items() if "vgg" not in name])
     assert len(even) == 12 and even[:, 0].max() <= 1.0 and even[:, 1].max() <= 5.0
-    assert np.mean([polished for polished, _ in found.values()]) <= 1.5
+    assert np.median([polished for name, (polished, _) in found.items() if "vgg" in name]) <= 0.5
+    assert np.mean([polished for polished, _ in found.values()]) <= 1.0
 
 
 if __name__ == "__main__":

@@ -11,12 +11,12 @@ import numpy as np
 from .. import cost
 from ..cooling import chunks
 from ..problem import Problem, Strategy
-from ..search import Search, better, proportional_state, random_state
+from ..search import Search, proportional_state, random_state
 from ..starts import best_start
 
 HOT, COLD = 0.1, 0.0003
 HOT_IN_BUDGET = 0.06  # the best of 0.03, 0.06, 0.1, 0.2 for 2,000 to 20,000 moves
-CHUNK = 500  # moves between two looks at the clock
+CHUNK = 500  # moves between two looks at the clock, at most
 
 
 def solve(problem: Problem, seed: int = 0, runs: int = 4, moves: int = 60_000,
@@ -26,13 +26,12 @@ def solve(problem: Problem, seed: int = 0, runs: int = 4, moves: int = 60_000,
     begin = time.perf_counter()
     rng = np.random.default_rng(seed)
     search = Search(problem)
-    best, best_step, best_overflow = None, np.inf, np.inf
-    for _ in range(1 if budget_s else runs):
-        state = (best_start(problem, rng) if budget_s else
-                 proportional_state(problem, rng.permutation(problem.devices)))
-        for temperatures, count in (chunks(HOT_IN_BUDGET, COLD, begin + budget_s, CHUNK) if budget_s
-                                    else [((HOT, COLD), moves)]):
-            found, step, overflow = search.run(state, count, temperatures, random_state(rng))
-            if better(step, overflow, best_step, best_overflow):
-                best, best_step, best_overflow = found, step, overflow
-    return cost.decode(*(best or state))
+    if budget_s:
+        state = best_start(problem, rng)
+        cooling = chunks(HOT_IN_BUDGET, COLD, begin + budget_s, CHUNK)
+        return cost.decode(*search.anneal(state, cooling, random_state(rng))[0])
+    found = []
+    for _ in range(runs):
+        state = proportional_state(problem, rng.permutation(problem.devices))
+        found.append(search.anneal(state, [((HOT, COLD), moves)], random_state(rng)))
+    return cost.decode(*min(found, key=lambda end: (end[2], end[1]))[0])

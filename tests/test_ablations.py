@@ -9,12 +9,20 @@ from networks import TINY
 
 from nnpiper import ablations, vcta
 from nnpiper.ablations import CHANGES, Training
+from nnpiper.paths import DATA
 
 
 def test_each_change_is_one_of_the_recipe_and_each_is_asked_about_once():
     shipped = vcta.Recipe()
     for name, change in CHANGES.items():
         assert set(change) <= set(vars(shipped)) and (vcta.Recipe(**change) == shipped) == (name == "as shipped")
+
+
+def test_the_shipped_study_is_of_these_changes_with_three_seeds():
+    rows = pd.read_csv(DATA / "ablations.csv")
+    counts = rows.groupby("ablation").agg({"seed": "nunique", "steps": "nunique"})
+    assert set(counts.index) == set(CHANGES) and (counts["seed"] == 3).all() and (counts["steps"] == 1).all()
+    assert (rows.groupby(["ablation", "seed"]).size() == 20 * len(ablations.SIZES)).all()
 
 
 def test_steps_share_the_time_by_what_a_step_costs(monkeypatch):

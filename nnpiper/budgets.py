@@ -157,7 +157,7 @@ def targets(rows: pd.DataFrame) -> pd.DataFrame:
         records.append((f"problems over {BEHIND:g} % behind the best {words}, 50 ms", count, 0))
     means = rows[rows["planner"].isin(RACERS)].pivot_table("gap", ["devices", "stages", "budget_ms"], "planner", "mean")
     behind_any = means["nnpiper"] > means.drop(columns="nnpiper").min(axis=1)
-    records.append((f"of {len(means)} sizes and budgets, those where another planner's mean gap is smaller",
+    records.append((f"of {len(means)} sizes and budgets, those where annealing's or local search's mean gap is smaller",
                     int(behind_any.sum()), 0))
     large = means[means.index.get_level_values("devices") >= 12]
     large = large[large.index.get_level_values("budget_ms") <= 100.0]

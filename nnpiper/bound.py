@@ -18,7 +18,7 @@ import numpy as np
 
 from . import subset_program
 from .problem import Problem
-from .search import Search, better, proportional_state, random_state
+from .search import restarts
 
 ROUNDING = 1e-9  # relative; sums in another order differ by less
 RUNS, MOVES, HOT, COLD = 3, 10_000, 0.1, 0.001  # of annealing
@@ -75,16 +75,10 @@ def rising(least: float):
 
 def attained(problem: Problem) -> float | None:
     """s that a short annealing run attains within memory, None where it finds nothing that fits."""
-    rng, search = np.random.default_rng(0), Search(problem)
     share = min(1.0, LONG_OPS / (problem.stages * problem.micro_batches))
     moves = max(int(MOVES * share), FEWEST_MOVES)
-    best, best_overflow = math.inf, math.inf
-    for _ in range(RUNS):
-        state = proportional_state(problem, rng.permutation(problem.devices))
-        _, step, overflow = search.run(state, moves, (HOT, COLD), random_state(rng))
-        if better(step, overflow, best, best_overflow):
-            best, best_overflow = step, overflow
-    return best if best_overflow == 0.0 else None
+    _, step, overflow = restarts(problem, RUNS, moves, (HOT, COLD), np.random.default_rng(0))
+    return step if overflow == 0.0 else None
 
 
 def simple_bound(problem: Problem) -> float:

@@ -47,8 +47,13 @@ def features(problems: Batch) -> Features:
     _read(p.forward_s, layer_s, layer_work(layer_s), p.output_bytes, p.stash_bytes, p.static_bytes, p.gradient_bytes,
           p.memory_bytes, p.bandwidth_bytes_per_s, p.latency_s, S, p.micro_batches, p.schedule == "gpipe",
           p.transfers == "overlapped", *read)
-    flight = np.tile(in_flight(p.schedule, S, p.micro_batches).astype(np.float32), (A, 1))
-    return Features(*map(torch.from_numpy, (*read[:-1], flight, read[-1])), S)
+    return Features(*map(torch.from_numpy, read[:-1]), flight(p), torch.from_numpy(read[-1]), S)
+
+
+def flight(problems: Batch) -> Tensor:
+    """[A, S] the most micro-batches that each stage keeps."""
+    row = in_flight(problems.schedule, problems.stages, problems.micro_batches).astype(np.float32)
+    return torch.from_numpy(np.tile(row, (len(problems.memory_bytes), 1)))
 
 
 @njit(cache=True, error_model="numpy")

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from . import readings, sampling
 from .batch import Batch, assemble
-from .features import BLIND, DEVICE_FEATURES, GLOBAL_FEATURES, PAIR_FEATURES, Features, features
+from .features import BLIND, DEVICE_FEATURES, GLOBAL_FEATURES, PAIR_FEATURES, Features, features, flight
 from .problem import InputError
 from .readings import STAGE_FEATURES, STATE_FEATURES
 
@@ -157,7 +157,7 @@ class Network(nn.Module):
             if self.blind != "stages":
                 return seen
             # decoding always knows how many stages it has to fill, and the divider which ones it divides for
-            return seen._replace(stages=problems.stages, in_flight=features(problems).in_flight)
+            return seen._replace(stages=problems.stages, in_flight=flight(problems))
         return features(problems)
 
     def encode(self, f: Features) -> Encoding:

@@ -44,7 +44,6 @@ class Search:
                                  self.space, self.scratch, self.most_devices, self.overflow_weight)
         return best, step, overflow
 
-
     def anneal(self, state, chunks, random_state: np.ndarray):
         """`run` for each of the chunks ((first temperature, last), moves) in turn, from where the one before ended;
         returns the best of all as `run` does, or the state, with infinite step and bytes, where there is no chunk."""
@@ -64,6 +63,19 @@ def random_state(rng: np.random.Generator) -> np.ndarray:
 def better(step, overflow, best_step, best_overflow) -> bool:
     """Feasible before infeasible, less overflow among the infeasible, then the shorter step."""
     return (overflow, step) < (best_overflow, best_step)
+
+
+def best_of(ends: list[tuple]) -> tuple:
+    """The best of what several `Search.run` returned, in the order of `better`; the first of equal ones."""
+    return min(ends, key=lambda end: (end[2], end[1]))
+
+
+def restarts(problem: Problem, runs: int, moves: int, temperature: tuple[float, float], rng: np.random.Generator):
+    """The best of so many annealing runs, each from the proportional state of the devices in random order, as
+    `Search.run` returns it."""
+    search = Search(problem)
+    return best_of([search.run(proportional_state(problem, rng.permutation(problem.devices)), moves, temperature,
+                               random_state(rng)) for _ in range(runs)])
 
 
 def proportional_state(problem: Problem, devices: np.ndarray):

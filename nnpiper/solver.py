@@ -15,7 +15,7 @@ from .compiled import Compiled
 from .cooling import chunks
 from .network import Network
 from .problem import MAX_VALUE, InputError, Problem, Strategy
-from .search import Search, device_speed, random_state
+from .search import Search, best_of, device_speed, random_state
 from .starts import best_start
 
 SAMPLES = 64  # groupings
@@ -238,4 +238,4 @@ def _polish(search, starts, hot, moves, deadline, rng):
         part = ([((hot, COLD), moves // len(starts))] if deadline is None
                 else chunks(hot, COLD, now + (deadline - now) / (len(starts) - i), chunk))
         found.append(search.anneal(state, part, seed))
-    return min(found, key=lambda end: (end[2], end[1]))[0]
+    return best_of(found)[0]

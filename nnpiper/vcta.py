@@ -34,7 +34,7 @@ from .batch import Batch, disassemble
 from .losses import LOSSES
 from .network import Groupings, Network, Size, join
 from .problem import InputError, write_bytes, write_text
-from .search import Search, better, device_speed, layer_work, proportional_state, random_state
+from .search import Search, device_speed, layer_work, random_state, restarts
 from .starts import best_start
 
 LOG_FIELDS = ["step", "minutes", "loss", "gap_greedy", "gap_best", "gap_groups_greedy", "gap_groups_best"]
@@ -229,13 +229,8 @@ class Validation:
 
 def _annealed(problem, rng, moves):
     """Step in s of the best of two annealing runs; infinite where no feasible plan was found."""
-    search, best, best_overflow = Search(problem), np.inf, np.inf
-    for _ in range(2):
-        start = proportional_state(problem, rng.permutation(problem.devices))
-        _, step, overflow = search.run(start, moves, (0.1, 3e-4), random_state(rng))
-        if better(step, overflow, best, best_overflow):
-            best, best_overflow = step, overflow
-    return best if best_overflow == 0 else np.inf
+    _, step, overflow = restarts(problem, 2, moves, (0.1, 3e-4), rng)
+    return step if overflow == 0 else np.inf
 
 
 @contextlib.contextmanager

@@ -177,20 +177,26 @@ def test_imitation_makes_annealed_plans_likelier(monkeypatch):
     assert held_out() < before - 1.0  # e times as likely
 
 
+def killed_at(stop):
+    """The training step, which is killed where its number is stop()."""
+    contrast_step = vcta.contrast_step
+
+    def killed(network, recipe, step, *more):
+        if step == stop():
+            raise KeyboardInterrupt
+        return contrast_step(network, recipe, step, *more)
+
+    return killed
+
+
 def test_a_resumed_run_equals_the_unbroken_one(tmp_path, monkeypatch, cheap_validation):
     """Killed in its third step, after its last state was written in the second; weights equal to the last bit."""
     minutes = iter(range(0, 10**9, 60))
     monkeypatch.setattr(vcta.time, "perf_counter", lambda: float(next(minutes)))  # a state is written after every step
     whole = weights(vcta.train(tmp_path / "whole", RECIPE, progress=False))
     contrast_step = vcta.contrast_step
-
-    def killed(network, recipe, step, *more):
-        if step == 2:
-            raise KeyboardInterrupt
-        return contrast_step(network, recipe, step, *more)
-
     broken = tmp_path / "broken"
-    monkeypatch.setattr(vcta, "contrast_step", killed)
+    monkeypatch.setattr(vcta, "contrast_step", killed_at(lambda: 2))
     with pytest.raises(KeyboardInterrupt):
         vcta.train(broken, RECIPE, progress=False)
     assert sorted(os.listdir(broken)) == ["log.csv", "resume.pt"]
@@ -206,16 +212,10 @@ def test_a_resumed_run_equals_the_unbroken_one(tmp_path, monkeypatch, cheap_vali
 
 def test_losses_between_two_log_rows_survive_a_kill(tmp_path, monkeypatch, cheap_validation):
     """A row's loss is the mean over all its steps, also over those before the run was broken off."""
-    recipe, contrast_step = replace(RECIPE, steps=80), vcta.contrast_step  # a row every second step
+    recipe = replace(RECIPE, steps=80)  # a row every second step
     minutes = iter(range(0, 10**9, 60))
     monkeypatch.setattr(vcta.time, "perf_counter", lambda: float(next(minutes)))
-
-    def killed(network, recipe, step, *more):
-        if step == stop:
-            raise KeyboardInterrupt
-        return contrast_step(network, recipe, step, *more)
-
-    monkeypatch.setattr(vcta, "contrast_step", killed)
+    monkeypatch.setattr(vcta, "contrast_step", killed_at(lambda: stop))
     losses = {}
     for folder, stops in (("whole", [4]), ("broken", [3, 4])):
         for stop in stops:

@@ -11,7 +11,7 @@ import numpy as np
 from .. import cost
 from ..cooling import chunks
 from ..problem import Problem, Strategy
-from ..search import Search, proportional_state, random_state
+from ..search import Search, random_state, restarts
 from ..starts import best_start
 
 HOT, COLD = 0.1, 0.0003
@@ -25,13 +25,8 @@ def solve(problem: Problem, seed: int = 0, runs: int = 4, moves: int = 60_000,
     budget_s seconds."""
     begin = time.perf_counter()
     rng = np.random.default_rng(seed)
-    search = Search(problem)
-    if budget_s:
-        state = best_start(problem, rng)
-        cooling = chunks(HOT_IN_BUDGET, COLD, begin + budget_s, CHUNK)
-        return cost.decode(*search.anneal(state, cooling, random_state(rng))[0])
-    found = []
-    for _ in range(runs):
-        state = proportional_state(problem, rng.permutation(problem.devices))
-        found.append(search.anneal(state, [((HOT, COLD), moves)], random_state(rng)))
-    return cost.decode(*min(found, key=lambda end: (end[2], end[1]))[0])
+    if not budget_s:
+        return cost.decode(*restarts(problem, runs, moves, (HOT, COLD), rng)[0])
+    search, state = Search(problem), best_start(problem, rng)
+    cooling = chunks(HOT_IN_BUDGET, COLD, begin + budget_s, CHUNK)
+    return cost.decode(*search.anneal(state, cooling, random_state(rng))[0])

@@ -8,6 +8,7 @@ Symbols: K devices, S stages.
 """
 
 import dataclasses
+import json
 import time
 from functools import partial
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import numpy as np
 import pandas as pd
 
 from . import baselines, vcta
+from .checkpoint import card_path
 from .experiments import each, judge, piper
 from .network import Network, Size
 from .problem import write_text
@@ -96,6 +98,21 @@ def judged(training: Training, wanted: list[Trial]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def beside(rows: pd.DataFrame, checkpoints: dict[str, list[Path]]) -> pd.DataFrame:
+    """`summary` of other networks on the problems of `rows` (of ablations.csv): for each name the checkpoints of its
+    seeds; the gap is to the best step of all."""
+    wanted = [Trial(*key) for key in rows[["set", *TRIAL]].drop_duplicates().itertuples(index=False)]
+    others = [Training(name, seed, _steps(json.loads(card_path(path).read_text(encoding="utf-8"))), path.parent)
+              for name, paths in checkpoints.items() for seed, path in enumerate(paths)]
+    both = pd.concat([rows, *each(partial(judged, wanted=wanted), others, least=1)], ignore_index=True)
+    return summary(both).set_index("ablation").loc[list(checkpoints)].reset_index(names="training")
+
+
+def _steps(card):
+    """Of a training and of those that it went on from."""
+    return card["recipe"]["steps"] + (_steps(card["start"]) if "start" in card else 0)
+
+
 def study(out: Path, seconds: float, seeds: int, names: tuple[str, ...] = tuple(CHANGES),
           sizes: tuple[tuple[int, int], ...] = SIZES) -> pd.DataFrame:
     """Train each ablation `seeds` times for so many seconds of CPU time and judge all networks on the development set.
@@ -120,14 +137,15 @@ def study(out: Path, seconds: float, seeds: int, names: tuple[str, ...] = tuple(
 
 
 def summary(rows: pd.DataFrame) -> pd.DataFrame:
-    """A row an ablation, in the order of CHANGES: seeds and steps of its trainings, and of the network alone and with
+    """A row an ablation, those of CHANGES in their order before others: seeds and steps of its trainings, and of the network alone and with
     polish, S = K and S < K apart, the gap in % (mean over the problems, then over the seeds, as "mean [%]", with the
     seeds' standard deviation) and how many plans do not fit, a seed. The gap is to the best step in `rows`."""
     best = rows.groupby(TRIAL)[["network_s", "polished_s", "reference_s"]].min().min(axis=1).rename("best_s")
     rows = rows.join(best, on=TRIAL)
     rows["kind"] = np.where(rows["devices"] == rows["stages"], "S = K", "S < K")
     records = []
-    for name in (name for name in CHANGES if name in set(rows["ablation"])):
+    for name in (*(name for name in CHANGES if name in set(rows["ablation"])),
+                 *dict.fromkeys(rows["ablation"][~rows["ablation"].isin(CHANGES)])):
         own = rows[rows["ablation"] == name]
         record = {"ablation": name, "seeds": own["seed"].nunique(), "steps": int(own["steps"].iloc[0])}
         for part in ("network", "polished"):

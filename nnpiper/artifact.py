@@ -85,12 +85,12 @@ def clean(out: Path) -> None:
 
 
 def train_checkpoint(out: Path) -> Path:
-    """Train from scratch by the command on the shipped checkpoint's card, or go on where a killed training
-    stopped; returns the checkpoint. Raises subprocess.CalledProcessError."""
+    """Train by the command of the first of the trainings behind the shipped checkpoint, the one from scratch, or go on
+    where a killed training stopped; returns the checkpoint. Raises subprocess.CalledProcessError."""
     from . import provenance
     from .problem import write_text
 
-    folder, command = out / "checkpoint", shlex.split(_card()["command"])[1:]
+    folder, command = out / "checkpoint", shlex.split(_first_card()["command"])[1:]
     sources = [ROOT / "nnpiper" / f"{name}.py" for name in TRAINING_MODULES]
     made_from = "\n".join([*command, *map(provenance.hash_file, [*sources, ROOT / "requirements.lock"])])
     stamp = folder / "made_from.txt"
@@ -117,7 +117,7 @@ def _reproduce(options, out):
         mode = "smoke" if options.smoke else "full"
         settings = Settings(ROOT, out, mode, CHECKPOINT, force=options.force)
         todo = [n for n in chain if options.force or options.retrain or not is_current(n, settings)]
-        minutes = sum(n.minutes(mode) for n in todo) + (_card()["minutes"] if options.retrain else 0)
+        minutes = sum(n.minutes(mode) for n in todo) + (_first_card()["minutes"] if options.retrain else 0)
         memory = max((n.says.memory_gb for n in todo), default=0)
         console.print(f"{len(todo)} of {len(chain)} notebooks to run into {out.relative_to(ROOT)}/: "
                       f"about {minutes:.0f} minutes on two cores, {memory:g} GB of memory at most")
@@ -139,9 +139,12 @@ def _reproduce(options, out):
                      "checkpoint", 1)
 
 
-def _card():
-    """What the shipped checkpoint's card says of its training."""
-    return json.loads(CHECKPOINT.with_suffix(".json").read_text(encoding="utf-8"))
+def _first_card():
+    """What the shipped checkpoint's card says of the training from scratch with which its history begins."""
+    card = json.loads(CHECKPOINT.with_suffix(".json").read_text(encoding="utf-8"))
+    while "start" in card:
+        card = card["start"]
+    return card
 
 
 def _report_claims(out, mode, console):

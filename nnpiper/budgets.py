@@ -28,6 +28,7 @@ from .statistics import mean_interval
 from .testset import TRIAL, Trial
 
 BUDGETS_MS = (2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+BUDGETS_AT_SCALE_MS = (2.0, 5.0, 20.0, 100.0, 1000.0)
 LONG_MS = 1000.0
 RACERS = ("nnpiper", "annealing", "local search")
 OTHERS = (*COMPARED, "subset")  # what has no budget, beside the network
@@ -70,10 +71,13 @@ def quarter(trials: list[Trial]) -> list[Trial]:
     return [trial for i, trial in enumerate(trials) if i % 4 == i // 4 % 4]
 
 
-def scale_trials(which: str, sizes: tuple[tuple[int, int], ...]) -> list[Trial]:
-    """A trial of the set for each size and environment; schedule and transfer mode take turns."""
-    return [Trial(which, K, S, environment, SCHEDULES[i % 2], TRANSFERS[i // 2 % 2])
-            for i, ((K, S), environment) in enumerate(product(sizes, ENVIRONMENTS))]
+def scale_tasks(trials: list[Trial], sizes: tuple[tuple[int, int], ...]) -> list[tuple[Trial, tuple[str, ...]]]:
+    """(trial, programs that run on it) for `race_at_scale`: one trial of each size and environment gets the dynamic
+    programs, which take their time; schedule and transfer mode take turns there."""
+    chosen = {(K, S, environment, SCHEDULES[i % 2], TRANSFERS[i // 2 % 2])
+              for i, ((K, S), environment) in enumerate(product(sizes, ENVIRONMENTS))}
+    return [(t, (*DYNAMIC_PROGRAMS, "subset") if (t.devices, t.stages, t.environment, t.schedule, t.transfers) in chosen
+             else ()) for t in trials]
 
 
 def race(task: tuple[Trial, tuple[float, ...]], checkpoint: Path, runs: int, moves: int,
@@ -97,12 +101,13 @@ def race(task: tuple[Trial, tuple[float, ...]], checkpoint: Path, runs: int, mov
     return [*rows, _row(problem, trial, LONG, np.nan, strategy, solve_ms)]
 
 
-def race_at_scale(trial: Trial, checkpoint: Path, budgets_ms: tuple[float, ...], limit_s: float,
-                  programs: tuple[str, ...] = (*DYNAMIC_PROGRAMS, "subset")) -> list[dict]:
-    """Rows of one large trial: NNPiper and annealing at each budget, and the dynamic programs that finish within
+def race_at_scale(task: tuple[Trial, tuple[str, ...]], checkpoint: Path, budgets_ms: tuple[float, ...],
+                  limit_s: float) -> list[dict]:
+    """Rows of one (large trial, programs): the racers at each budget, and those of the programs that finish within
     limit_s, each in a process that is then stopped."""
+    trial, programs = task
     problem = trial.problem()
-    rows = _race(problem, trial, checkpoint, budgets_ms, ("nnpiper", "annealing"))
+    rows = _race(problem, trial, checkpoint, budgets_ms, RACERS)
     for answer in comparison.baseline_answers(problem, list(programs), limit_s, trial.number):
         if "strategy" in answer:
             rows.append(_row(problem, trial, answer["planner"], np.nan, answer["strategy"], 1e3 * answer["solve_s"]))
@@ -155,30 +160,35 @@ def targets(rows: pd.DataFrame) -> pd.DataFrame:
     for words, programs in (("published program", DYNAMIC_PROGRAMS), ("program, those of this artifact too", PROGRAMS)):
         count = int((behind(rows, 50.0, rows[rows["planner"].isin(programs)]) > BEHIND).sum())
         records.append((f"problems over {BEHIND:g} % behind the best {words}, 50 ms", count, 0))
-    means = rows[rows["planner"].isin(RACERS)].pivot_table("gap", ["devices", "stages", "budget_ms"], "planner", "mean")
-    behind_any = means["nnpiper"] > means.drop(columns="nnpiper").min(axis=1)
-    records.append((f"of {len(means)} sizes and budgets, those where annealing's or local search's mean gap is smaller",
-                    int(behind_any.sum()), 0))
-    large = means[means.index.get_level_values("devices") >= 12]
-    large = large[large.index.get_level_values("budget_ms") <= 100.0]
-    over_half = large["nnpiper"] > 0.5 * large["annealing"]
-    records.append((f"of {len(large)} with K >= 12, up to 100 ms, those where the mean gap is over half of annealing's",
-                    int(over_half.sum()), 0))
+    records += _equal_time(rows)
     return _verdicts(records)
 
 
 def targets_at_scale(rows: pd.DataFrame) -> pd.DataFrame:
-    """As `targets`, for the largest K: NNPiper at 100 ms against the dynamic programs and annealing at 1 s."""
-    K = rows["devices"].max()
+    """As `targets`, at scale: equal time, and for the largest K NNPiper at 100 ms against the dynamic programs and
+    annealing at 1 s."""
+    records, K = _equal_time(rows), rows["devices"].max()
     rows = rows[rows["devices"] == K]
     rivals = {"the best program that finished": rows[rows["planner"].isin(PROGRAMS)],
               "annealing at 1 s": rows[(rows["planner"] == "annealing") & (rows["budget_ms"] == LONG_MS)]}
-    records = []
     for words, part in rivals.items():
         over = behind(rows, 100.0, part)
         records += [(f"K = {K}: mean of the step at 100 ms over {words} [%]", over.mean(), 0.0),
                     (f"K = {K}: of {len(over)} problems, behind {words}", int((over > 0.0).sum()), 0)]
     return _verdicts(records)
+
+
+def _equal_time(rows):
+    """Records of the sizes and budgets in which NNPiper's mean gap is not the least, or not far below annealing's."""
+    means = rows[rows["planner"].isin(RACERS)].pivot_table("gap", ["devices", "stages", "budget_ms"], "planner", "mean")
+    behind_any = means["nnpiper"] > means.drop(columns="nnpiper").min(axis=1)
+    large = means[means.index.get_level_values("devices") >= 12]
+    large = large[large.index.get_level_values("budget_ms") <= 100.0]
+    over_half = large["nnpiper"] > 0.5 * large["annealing"]
+    return [(f"of {len(means)} sizes and budgets, those where annealing's or local search's mean gap is smaller",
+             int(behind_any.sum()), 0),
+            (f"of {len(large)} with K >= 12, up to 100 ms, those where the mean gap is over half of annealing's",
+             int(over_half.sum()), 0)]
 
 
 def _verdicts(records):

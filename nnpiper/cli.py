@@ -133,6 +133,7 @@ def train(
     start: Annotated[str, typer.Option(help="Checkpoint to go on from, in place of random weights.",
                                        metavar="CHECKPOINT.pt")] = "",
     learning_rate: Annotated[float, typer.Option(help="Highest learning rate.", metavar="R")] = 1e-3,
+    groupings: Annotated[int, typer.Option(help="Groupings drawn for each virtual instance.", metavar="N")] = 8,
 ) -> int:
     """Train the network by VCTA. Data parallel under torchrun: torchrun --nproc-per-node 2 -m nnpiper.cli train ..."""
     from .problem import InputError, check_folder
@@ -141,9 +142,10 @@ def train(
     _check_range("--seed", seed, 0, 2**32 - 1)
     if not 0.0 < learning_rate <= 1.0:
         raise InputError(f"--learning-rate: {learning_rate}; allowed: over 0, at most 1")
+    _check_range("--groupings", groupings, 2, 1024)
     check_folder("--out", out)
     from . import vcta
-    recipe = vcta.Recipe(steps=steps, seed=seed, start=start, learning_rate=learning_rate)
+    recipe = vcta.Recipe(steps=steps, seed=seed, start=start, learning_rate=learning_rate, groupings=groupings)
     checkpoint = vcta.train(out, recipe)
     if os.environ.get("RANK", "0") == "0":
         print(f"wrote {checkpoint}")

@@ -18,6 +18,8 @@ from .problem import Problem
 from .simulator import run_step, step_bound
 
 OVERFLOW_WEIGHT = 10.0
+# How often a device that is to come to others is the better linked one of two, in groups; 0, 0.5, 0.7 and 1 were tried
+NEARER = 0.7
 
 
 class Search:
@@ -81,14 +83,14 @@ def restarts(problem: Problem, runs: int, moves: int, temperature: tuple[float, 
 def proportional_state(problem: Problem, devices: np.ndarray):
     """A plain start: the devices in the given order, dealt evenly to the stages, and layers in proportion to the speed
     of each group."""
-    return tuple(part[0] for part in proportional_states(problem, devices[None]))
+    return tuple(part[0] for part in proportional_states(problem, devices[None], problem.devices))
 
 
-def proportional_states(problem: Problem, orders: np.ndarray):
-    """(bounds, order, starts) [N, ...] of the proportional states of N orders [N, K]."""
-    starts = np.round(np.linspace(0, problem.devices, problem.stages + 1)).astype(np.int64)
+def proportional_states(problem: Problem, orders: np.ndarray, used: int):
+    """(bounds, order, starts) [N, ...] of the proportional states of N orders [N, K] on the first `used` devices."""
+    starts = np.round(np.linspace(0, used, problem.stages + 1)).astype(np.int64)
     layer_s = problem.forward_s + problem.backward_s  # [L, K]
-    share = np.add.reduceat(device_speed(layer_s)[orders], starts[:-1], axis=1)
+    share = np.add.reduceat(device_speed(layer_s)[orders[:, :used]], starts[:-1], axis=1)
     bounds = cuts_by_share(layer_work(layer_s), share / share.sum(axis=1, keepdims=True))
     return bounds, orders.astype(np.int64), np.tile(starts, (len(orders), 1))
 
@@ -185,7 +187,8 @@ def _search(p, ops, blocking, one_f_one_b, M, bounds, order, starts, best_bounds
     cooling = (cold / hot) ** (1.0 / max(moves, 1)) if hot > 0.0 else 0.0
     temperature = hot
     for _ in range(moves):
-        if not _move(bounds, order, starts, new_bounds, new_order, new_starts, slowest, random, plan, speed, most):
+        if not _move(bounds, order, starts, new_bounds, new_order, new_starts, slowest, random, plan, speed, p.s_per_byte,
+                     most):
             temperature *= cooling
             continue
         threshold = energy * (1.0 - temperature * math.log(uniform(random)))
@@ -272,19 +275,25 @@ def _slowest(stages, blocking):
 
 
 @njit(cache=True, error_model="numpy")
-def _move(bounds, order, starts, new_bounds, new_order, new_starts, slowest, random, plan, speed, most):
-    """Write one random neighbour of the state; the new arrays equal the old ones on entry. False: no move made."""
+def _move(bounds, order, starts, new_bounds, new_order, new_starts, slowest, random, plan, speed, far, most):
+    """Write one random neighbour of the state; the new arrays equal the old ones on entry. far [K, K]: seconds a byte
+    between devices. False: no move made."""
     S, K = starts.shape[0] - 1, order.shape[0]
     kind = uniform(random)
-    if S > 1 and kind < 0.45:
+    if S > 1 and kind < 0.3:
         return _move_layers(bounds, new_bounds, slowest, random)
-    if kind < 0.65:
+    if kind < 0.53:
         # two devices change places, one of them possibly unused; layers may go where the faster one goes
         i, j = _pick(random, K), _pick(random, K)
         if uniform(random) < 0.3:
             s = _pick(random, S) if uniform(random) < 0.5 else slowest
             i = starts[s] + _pick(random, starts[s + 1] - starts[s])
-        a, b = _stage_of(starts, i), _stage_of(starts, j)
+        a = _stage_of(starts, i)
+        if a < S and starts[a + 1] - starts[a] > 1 and uniform(random) < NEARER:
+            mate = starts[a] + _pick(random, starts[a + 1] - starts[a])
+            mate = mate if mate != i else starts[a] if i > starts[a] else i + 1
+            j = _nearer(order, j, _pick(random, K), order[mate], far)
+        b = _stage_of(starts, j)
         if a == b:
             return False
         new_order[i], new_order[j] = order[j], order[i]
@@ -293,8 +302,8 @@ def _move(bounds, order, starts, new_bounds, new_order, new_starts, slowest, ran
             giver, taker = (b, a) if gain > 0.0 else (a, b)
             _move_share(bounds, order, starts, new_bounds, giver, giver, taker, abs(gain), speed, random)
         return True
-    if K > S and kind < 0.82:
-        return _move_device(bounds, order, starts, new_bounds, new_order, new_starts, slowest, random, speed, most)
+    if K > S and kind < 0.75:
+        return _move_device(bounds, order, starts, new_bounds, new_order, new_starts, slowest, random, speed, far, most)
     if S == 1:
         return False
     # stages change places and keep their devices and layer counts: two of them, one moved, or a run reversed
@@ -304,9 +313,9 @@ def _move(bounds, order, starts, new_bounds, new_order, new_starts, slowest, ran
     low, high = min(i, j), max(i, j)
     for s in range(S):
         plan[s] = s
-    if kind < 0.88:
+    if kind < 0.83:
         plan[i], plan[j] = j, i
-    elif kind < 0.94:
+    elif kind < 0.91:
         for s in range(low, high + 1):
             plan[s] = low + high - s
     elif i < j:
@@ -376,15 +385,24 @@ def _stage_of(starts, position):
 
 
 @njit(cache=True, error_model="numpy")
-def _move_device(bounds, order, starts, new_bounds, new_order, new_starts, slowest, random, speed, most):
+def _nearer(order, i, j, device, far):
+    """Which of two positions has the device with the better link from this one."""
+    return j if far[device, order[j]] < far[device, order[i]] else i
+
+
+@njit(cache=True, error_model="numpy")
+def _move_device(bounds, order, starts, new_bounds, new_order, new_starts, slowest, random, speed, far, most):
     """One device joins another group or is left unused, alone or with its part of the layers; a group keeps at least
     one device."""
     S, K = starts.shape[0] - 1, order.shape[0]
     i = _pick(random, K)
+    target = slowest if uniform(random) < 0.3 else _pick(random, S + 1)
+    if target < S and uniform(random) < NEARER:
+        mate = order[starts[target] + _pick(random, starts[target + 1] - starts[target])]
+        i = _nearer(order, i, _pick(random, K), mate, far)
     source = _stage_of(starts, i)
     if source < S and starts[source + 1] - starts[source] == 1:
         return False
-    target = slowest if uniform(random) < 0.3 else _pick(random, S + 1)
     if target == source or (source == S and starts[S] >= most):
         return False
     device = order[i]

@@ -16,22 +16,24 @@ from .cooling import chunks
 from .network import Network
 from .problem import MAX_VALUE, InputError, Problem, Strategy
 from .search import Search, best_of, device_speed, random_state
-from .starts import best_start
+from .starts import best_start, plain_starts
 
 SAMPLES = 64  # groupings
 SAMPLES_ALONE = 128  # without polish
 DIVISIONS = 4  # of the layers, for each grouping
 MOVES = 6000  # of polish without a budget
-STARTS = 4  # states that are polished; the last is a plain start, since the best samples may all lie in one valley
-MOVES_A_START = 10  # times K^2: fewer states are polished where there are fewer moves than that for each
+STARTS = 8  # states that are polished
+PLAIN = 3  # one in so many is a plain start, since the best samples may all lie in one valley
+# Fewer states are polished where there are fewer moves than this for each: times K^2, and at all
+MOVES_A_START, FEWEST_MOVES = 10, 1000
 CHUNK = 250  # moves between two looks at the clock; fewer where one simulation takes long
 CHUNK_OPS = 1 << 21  # that a chunk simulates at most, a few milliseconds
-SAMPLING_PART = 0.4  # of a budget; large problems get fewer samples, at least FEWEST
+SAMPLING_PART = 0.25  # of a budget; large problems get fewer samples, at least FEWEST
 FEWEST = 4
 WORTH = 1.5  # times what FEWEST samples take: in a smaller budget a plain start is polished for the whole of it
-# Temperature of the polish, relative to the step: from HOT / sqrt(K), as more devices need more moves; 0.012 to 0.12
-# were tried at K = 12 and 16, 0.012 to 0.06 at K = 64
-HOT, COLD = 0.1, 0.0005
+# Temperature of the polish, relative to the step: from HOT / K, as more devices need more moves; twice and half of that
+# were tried at K = 16, 32 and 64
+HOT, COLD = 0.4, 0.0005
 HOT_TIGHT = 0.06  # where no sample fits: such a plan, or one that fits by its order of devices, has to be left
 HOPELESS = 1.25  # times the step of the best start: no polish for such a one
 
@@ -92,10 +94,10 @@ class NNPiper:
         rng = np.random.default_rng(seed)
         deadline = begin + budget_s if budget_s else None
         count = _startable(problem, moves if deadline is None else _moves_in(problem, deadline - time.perf_counter()))
-        plain = count > 1 and samples > 0 and not pins and most_devices is None  # it breaks wishes
-        starts = _distinct(states, step_s, order, count - plain)
-        if plain:
-            starts = _hopeful(problem, [*starts, best_start(problem, rng)])
+        plain = []
+        if count > 1 and samples > 0 and not pins and most_devices is None:  # it breaks wishes
+            plain = plain_starts(problem, rng)[:max(count // PLAIN, 1)]
+        starts = _hopeful(problem, [*_distinct(states, step_s, order, count - len(plain)), *plain])
         hot = HOT_TIGHT if tight else hottest(problem)
         best = _polish(Search(problem, most_devices), starts, hot, moves, deadline, rng)
         return without_replicas(cost.decode(*best), problem.layers, pins or {})
@@ -154,7 +156,7 @@ def without_replicas(strategy: Strategy, layers: int, pins: dict[int, int]) -> S
 
 def hottest(problem: Problem) -> float:
     """The temperature from which good plans of this problem are polished."""
-    return HOT / math.sqrt(problem.devices)
+    return HOT / max(problem.devices, 12)
 
 
 def _leave_out(problem, states, most_devices):
@@ -207,7 +209,7 @@ def _moves_in(problem, seconds):
 
 def _startable(problem, moves):
     """How many states so many moves can polish."""
-    return min(max(int(moves / (MOVES_A_START * problem.devices**2)), 1), STARTS)
+    return min(max(int(moves / max(MOVES_A_START * problem.devices**2, FEWEST_MOVES)), 1), STARTS)
 
 
 def _distinct(states, step_s, order, count):

@@ -11,16 +11,28 @@ from .search import device_speed, proportional_states
 
 
 def best_start(problem: Problem, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The best of five proportional states (bounds, order, starts), feasible ones first: devices by rising speed (the
-    slowest gets the first layers, which are light in a transformer), by falling memory (the first stages keep the most
-    micro-batches), as a chain of near neighbours, and twice in random order."""
-    K = problem.devices
-    orders = (np.argsort(device_speed(problem.forward_s + problem.backward_s), kind="stable"),
-              np.argsort(-problem.memory_bytes, kind="stable"), _chain(problem, int(rng.integers(K))),
+    """The best of the `plain_starts`."""
+    return plain_starts(problem, rng)[0]
+
+
+def plain_starts(problem: Problem, rng: np.random.Generator) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """The best state (bounds, order, starts) on all devices, on one a stage, and on a number between, since slow links
+    may leave most of them idle; the best comes first, feasible ones before all others. Each is the best of the
+    proportional states of five orders: devices by rising speed (the slowest gets the first layers, which are light in a
+    transformer), by falling memory (the first stages keep the most micro-batches), as a chain of near neighbours, and
+    twice in random order."""
+    K, S = problem.devices, problem.stages
+    by_speed = np.argsort(device_speed(problem.forward_s + problem.backward_s), kind="stable")
+    others = (np.argsort(-problem.memory_bytes, kind="stable"), _chain(problem, int(rng.integers(K))),
               rng.permutation(K), rng.permutation(K))
-    states = proportional_states(problem, np.stack(orders))
-    step_s, overflow = simulator.step_times(problem, *states)
-    return tuple(part[np.lexsort((step_s, overflow))[0]] for part in states)
+    found = []
+    for used in sorted({K, round((K * S) ** 0.5), S}):
+        fastest = np.concatenate([by_speed[K - used:], by_speed[:K - used]])
+        states = proportional_states(problem, np.stack([fastest, *others]), used)
+        step_s, overflow = simulator.step_times(problem, *states)
+        best = np.lexsort((step_s, overflow))[0]
+        found.append((overflow[best], step_s[best], tuple(part[best] for part in states)))
+    return [state for _, _, state in sorted(found, key=lambda one: one[:2])]
 
 
 def _chain(problem, first):

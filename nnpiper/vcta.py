@@ -266,10 +266,16 @@ def _write_log(path, rows):
     write_text(path, text.getvalue())
 
 
+def command(recipe: Recipe) -> str:
+    """The command line of a recipe, for what `nnpiper train` has options for."""
+    later = (f" --groupings {recipe.groupings} --learning-rate {recipe.learning_rate:g} --start {recipe.start}"
+             if recipe.start else "")
+    return f"nnpiper train --steps {recipe.steps} --seed {recipe.seed}{later}"
+
+
 def _history(recipe, minutes, world):
     start = {"start": json.loads(checkpoint.card_path(Path(recipe.start)).read_text())} if recipe.start else {}
-    return {"recipe": asdict(recipe), **start, "command": f"nnpiper train --steps {recipe.steps} --seed {recipe.seed}"
-            + (f" --start {recipe.start} --learning-rate {recipe.learning_rate}" if recipe.start else ""),
+    return {"recipe": asdict(recipe), **start, "command": command(recipe),
             "minutes": round(minutes, 1), "processes": world, "threads": torch.get_num_threads(),
             "processor": _processor(), "python": platform.python_version(), "torch": torch.__version__,
             "numpy": np.__version__, "data": "virtual instances only (nnpiper/virtual.py)"}

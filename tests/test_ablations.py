@@ -7,8 +7,9 @@ import pandas as pd
 import pytest
 from networks import TINY
 
-from nnpiper import ablations, vcta
+from nnpiper import ablations, checkpoint, vcta
 from nnpiper.ablations import CHANGES, Training
+from nnpiper.network import Network
 from nnpiper.paths import DATA
 
 
@@ -87,3 +88,16 @@ def test_summary_by_hand():
     assert own["network, S < K [%]"] == pytest.approx(10) and own["network, S < K no plan"] == 0.5
     assert own["polished, S = K [%]"] == pytest.approx(5) and own["polished, S < K [%]"] == pytest.approx(0)
     assert shipped["polished, S < K [%]"] == pytest.approx(10) and shipped["network, S = K [%]"] == 0
+
+
+def test_networks_beside_the_ablations(tmp_path):
+    """They plan the problems of the rows; the gap is to the best step of both. The network's weights are random."""
+    trial = ablations.trials("development", ((4, 4),))[0]
+    path = tmp_path / "nnpiper.pt"
+    checkpoint.save(Network(TINY).eval(), path, {"recipe": {"steps": 3}, "start": {"recipe": {"steps": 4}}})
+    own = ablations.judged(Training("own", 0, 3, tmp_path), [trial]).iloc[0]
+    rows = pd.DataFrame([dict(own, ablation="as shipped", reference_s=0.5 * own["polished_s"])])
+    table = ablations.beside(rows, {"own": [path, path]})
+    assert table["training"].tolist() == ["own"] and table["seeds"].tolist() == [2] and table["steps"].tolist() == [7]
+    assert table["polished, S = K [%]"].tolist() == pytest.approx([100.0])
+    assert table["network, S = K [%]"].tolist() == pytest.approx([200 * own["network_s"] / own["polished_s"] - 100])

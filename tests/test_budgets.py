@@ -66,9 +66,12 @@ def test_trials_of_the_second_and_at_scale():
         part = [trial for trial in chosen if (trial.devices, trial.stages) == size]
         assert {trial.environment for trial in part} == set(ENVIRONMENTS)
         assert {(t.schedule, t.transfers) for t in part} == {(s, t) for s in SCHEDULES for t in TRANSFERS}
-    large = budgets.scale_trials("test", testset.LARGE)
-    assert len(large) == 20 and {trial.set for trial in large} == {"test"}
-    assert {(t.schedule, t.transfers) for t in large} == {(s, t) for s in SCHEDULES for t in TRANSFERS}
+    large = testset.trials("test", testset.LARGE)
+    tasks = budgets.scale_tasks(large, testset.LARGE)
+    assert [trial for trial, _ in tasks] == large and len(large) == 80
+    judged = [trial for trial, programs in tasks if programs]
+    assert len(judged) == 20 == len({(t.devices, t.stages, t.environment) for t in judged})
+    assert {(t.schedule, t.transfers) for t in judged} == {(s, t) for s in SCHEDULES for t in TRANSFERS}
 
 
 def test_a_race(net):
@@ -89,9 +92,9 @@ def test_a_planner_beyond_its_limit_has_no_row(net):
 
 
 def test_a_race_at_scale(net):
-    trial, = [t for t in budgets.scale_trials("development", ((6, 3),)) if t.environment == "homogeneous"]
-    rows = budgets.race_at_scale(trial, net, (20.0,), limit_s=60.0, programs=("pipedream", "alpa"))
-    assert [row["planner"] for row in rows] == ["nnpiper", "annealing", "pipedream", "alpa"]
+    trial = testset.Trial("development", 6, 3, "homogeneous", "1f1b", "blocking")
+    rows = budgets.race_at_scale((trial, ("pipedream", "alpa")), net, (20.0,), limit_s=60.0)
+    assert [row["planner"] for row in rows] == [*budgets.RACERS, "pipedream", "alpa"]
 
 
 def table(*rows):
@@ -147,7 +150,7 @@ def test_a_plan_over_memory_is_behind():
 
 def test_targets_at_scale_by_hand():
     rows = table((0, 4, "nnpiper", 100.0, 1.1, True), (0, 4, "annealing", 1000.0, 1.0, True),
-                 (0, 4, "annealing", 20.0, 0.1, True), (0, 4, "alpa", np.nan, 2.2, True))
+                 (0, 4, "annealing", 100.0, 0.1, True), (0, 4, "alpa", np.nan, 2.2, True)).assign(devices=12)
     made = budgets.targets_at_scale(rows)
-    assert made["measured"].tolist() == pytest.approx([-50.0, 0, 10.0, 1])
-    assert made["verdict"].tolist() == ["holds", "holds", "does not hold", "does not hold"]
+    assert made["measured"].tolist() == pytest.approx([1, 1, -50.0, 0, 10.0, 1])
+    assert made["verdict"].tolist() == ["does not hold"] * 2 + ["holds"] * 2 + ["does not hold"] * 2

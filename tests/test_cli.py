@@ -234,10 +234,14 @@ def test_train_hands_its_options_on(tmp_path, monkeypatch, capsys):
     code, out, _ = run(capsys, "train", "--steps", 5, "--seed", 3, "--out", tmp_path / "run")
     assert code == 0 and out == f"wrote {tmp_path / 'run' / 'nnpiper.pt'}\n"
     assert calls == [(tmp_path / "run", vcta.Recipe(steps=5, seed=3))]
+    recipe = vcta.Recipe(steps=4, seed=2, groupings=6, learning_rate=2e-4, start="runs/nnpiper/nnpiper.pt")
+    assert run(capsys, *vcta.command(recipe).split()[1:])[0] == 0
+    assert calls[1][1] == recipe
     monkeypatch.setenv("RANK", "1")
     assert run(capsys, "train", "--out", tmp_path / "run")[1] == ""
     (tmp_path / "file").write_text("")
-    for options in (["--steps", 0], ["--steps", "many"], ["--seed", -1], ["--out", tmp_path / "file"]):
+    for options in (["--steps", 0], ["--steps", "many"], ["--seed", -1], ["--groupings", 1], ["--learning-rate", 0],
+                    ["--out", tmp_path / "file"]):
         assert options[0] in refused(capsys, "train", *options)
 
 

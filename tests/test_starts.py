@@ -14,7 +14,7 @@ from nnpiper.baselines import anneal
 from nnpiper.cluster import ENVIRONMENTS, has_room, sample_problem
 from nnpiper.problem import SCHEDULES, TRANSFERS
 from nnpiper.search import proportional_state
-from nnpiper.starts import best_start
+from nnpiper.starts import best_start, plain_starts
 from nnpiper.testset import Trial
 
 
@@ -44,6 +44,16 @@ def test_where_links_decide_the_start_follows_them():
                               bandwidth_bytes_per_s=np.where(near, 1e12, 1e6), latency_s=np.zeros((K, K)))
     order = best_start(problem, rng)[1]
     assert sum(near[a, b] for a, b in zip(order, order[1:])) >= K - 2
+
+
+def test_where_links_are_too_slow_for_replicas_the_best_start_leaves_devices_unused():
+    problem = random_problem(np.random.default_rng(3), K=9, L=12, S=1, M=4, schedule="gpipe", transfers="blocking")
+    problem = problem.replace(forward_s=np.full((12, 9), 1e-3), backward_s=np.full((12, 9), 2e-3),
+                              gradient_bytes=np.full(12, 1e9), bandwidth_bytes_per_s=np.full((9, 9), 1e6))
+    used = [int(starts[-1]) for _, _, starts in plain_starts(problem, np.random.default_rng(0))]
+    assert used == [1, 3, 9]
+    fast = problem.replace(bandwidth_bytes_per_s=np.full((9, 9), 1e15), latency_s=np.zeros((9, 9)))
+    assert best_start(fast, np.random.default_rng(0))[2][-1] == 9
 
 
 def test_trials_are_what_their_fields_say_and_the_sets_differ():

@@ -43,8 +43,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--smoke", action="store_true", help="everything in small, into figures/smoke/ (5 minutes)")
     size.add_argument("--retrain", action="store_true",
-                      help="train from scratch first (about an hour more) and evaluate that checkpoint, into "
-                           "figures/retrain/")
+                      help="first train from scratch, as the first of the shipped checkpoint's three trainings did (about "
+                           "an hour more), and evaluate that checkpoint, into figures/retrain/")
     part = parser.add_mutually_exclusive_group()
     part.add_argument("--from", dest="first", metavar="NN", type=_number, help="leave out the notebooks before NN")
     part.add_argument("--only", metavar="NN", type=_number, help="run notebook NN alone")

@@ -22,8 +22,8 @@ from .cluster import ENVIRONMENTS
 from .cooling import chunks
 from .experiments import COMPARED, DYNAMIC_PROGRAMS, SORTED, judge, piper, solve_sorted
 from .problem import SCHEDULES, TRANSFERS, Problem, Strategy
-from .search import Search, better, proportional_state, random_state
-from .starts import best_start
+from .search import Search, better, proportional_states, random_state
+from .starts import best_start, used_devices
 from .statistics import mean_interval
 from .testset import TRIAL, Trial
 
@@ -45,7 +45,7 @@ BEHIND = 0.5  # % that NNPiper at 50 ms may be behind the best dynamic program
 
 def local_search(problem: Problem, seed: int = 0, budget_s: float = 0.1) -> Strategy:
     """The best of the local optima that descents reach within budget_s: the first from the best plain start, each other
-    one from random devices, once PATIENCE moves have brought nothing."""
+    one from random devices, all or some, once PATIENCE moves have brought nothing."""
     end = time.perf_counter() + budget_s
     rng = np.random.default_rng(seed)
     search, random = Search(problem), random_state(rng)
@@ -57,7 +57,9 @@ def local_search(problem: Problem, seed: int = 0, budget_s: float = 0.1) -> Stra
             best, best_step, best_overflow = found, step, overflow
         reached, idle = ((overflow, step), 0) if (overflow, step) < reached else (reached, idle + count)
         if idle >= PATIENCE:
-            state, reached, idle = proportional_state(problem, rng.permutation(problem.devices)), (np.inf, np.inf), 0
+            used = rng.choice(used_devices(problem))
+            states = proportional_states(problem, rng.permutation(problem.devices)[None], used)
+            state, reached, idle = tuple(part[0] for part in states), (np.inf, np.inf), 0
     return cost.decode(*(best or state))
 
 

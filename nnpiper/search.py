@@ -18,7 +18,7 @@ from .problem import Problem
 from .simulator import run_step, step_bound
 
 OVERFLOW_WEIGHT = 10.0
-# How often a device that is to come to others is the better linked one of two, in groups; 0, 0.5, 0.7 and 1 were tried
+# How often a device that is to join others is the better linked one of two; 0, 0.5 and 1 were tried
 NEARER = 0.7
 
 
@@ -187,8 +187,8 @@ def _search(p, ops, blocking, one_f_one_b, M, bounds, order, starts, best_bounds
     cooling = (cold / hot) ** (1.0 / max(moves, 1)) if hot > 0.0 else 0.0
     temperature = hot
     for _ in range(moves):
-        if not _move(bounds, order, starts, new_bounds, new_order, new_starts, slowest, random, plan, speed, p.s_per_byte,
-                     most):
+        if not _move(bounds, order, starts, new_bounds, new_order, new_starts, slowest, random, plan, speed,
+                     p.s_per_byte, most):
             temperature *= cooling
             continue
         threshold = energy * (1.0 - temperature * math.log(uniform(random)))
@@ -292,7 +292,7 @@ def _move(bounds, order, starts, new_bounds, new_order, new_starts, slowest, ran
         if a < S and starts[a + 1] - starts[a] > 1 and uniform(random) < NEARER:
             mate = starts[a] + _pick(random, starts[a + 1] - starts[a])
             mate = mate if mate != i else starts[a] if i > starts[a] else i + 1
-            j = _nearer(order, j, _pick(random, K), order[mate], far)
+            j = _nearer(order, starts[a], starts[a + 1], j, _pick(random, K), order[mate], far)
         b = _stage_of(starts, j)
         if a == b:
             return False
@@ -303,7 +303,8 @@ def _move(bounds, order, starts, new_bounds, new_order, new_starts, slowest, ran
             _move_share(bounds, order, starts, new_bounds, giver, giver, taker, abs(gain), speed, random)
         return True
     if K > S and kind < 0.75:
-        return _move_device(bounds, order, starts, new_bounds, new_order, new_starts, slowest, random, speed, far, most)
+        return _move_device(bounds, order, starts, new_bounds, new_order, new_starts, slowest, random, speed, far,
+                            most)
     if S == 1:
         return False
     # stages change places and keep their devices and layer counts: two of them, one moved, or a run reversed
@@ -385,8 +386,13 @@ def _stage_of(starts, position):
 
 
 @njit(cache=True, error_model="numpy")
-def _nearer(order, i, j, device, far):
-    """Which of two positions has the device with the better link from this one."""
+def _nearer(order, first, last, i, j, device, far):
+    """Which of two positions has the device with the better link to this one; one outside the group first <= . < last,
+    if there is one."""
+    if first <= i < last:
+        return j
+    if first <= j < last:
+        return i
     return j if far[device, order[j]] < far[device, order[i]] else i
 
 
@@ -398,8 +404,8 @@ def _move_device(bounds, order, starts, new_bounds, new_order, new_starts, slowe
     i = _pick(random, K)
     target = slowest if uniform(random) < 0.3 else _pick(random, S + 1)
     if target < S and uniform(random) < NEARER:
-        mate = order[starts[target] + _pick(random, starts[target + 1] - starts[target])]
-        i = _nearer(order, i, _pick(random, K), mate, far)
+        first, last = starts[target], starts[target + 1]
+        i = _nearer(order, first, last, i, _pick(random, K), order[first + _pick(random, last - first)], far)
     source = _stage_of(starts, i)
     if source < S and starts[source + 1] - starts[source] == 1:
         return False

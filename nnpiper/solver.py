@@ -23,16 +23,16 @@ SAMPLES_ALONE = 128  # without polish
 DIVISIONS = 4  # of the layers, for each grouping
 MOVES = 6000  # of polish without a budget
 STARTS = 8  # states that are polished
-PLAIN = 3  # one in so many is a plain start, since the best samples may all lie in one valley
-# Fewer states are polished where there are fewer moves than this for each: times K^2, and at all
+PLAIN = 3  # one in so many, at least one, is a plain start, since the best samples may all lie in one valley
+# Each state that is polished shall get at least MOVES_A_START x K^2 moves, and at least FEWEST_MOVES
 MOVES_A_START, FEWEST_MOVES = 10, 1000
 CHUNK = 250  # moves between two looks at the clock; fewer where one simulation takes long
 CHUNK_OPS = 1 << 21  # that a chunk simulates at most, a few milliseconds
 SAMPLING_PART = 0.25  # of a budget; large problems get fewer samples, at least FEWEST
 FEWEST = 4
 WORTH = 1.5  # times what FEWEST samples take: in a smaller budget a plain start is polished for the whole of it
-# Temperature of the polish, relative to the step: from HOT / K, as more devices need more moves; twice and half of that
-# were tried at K = 16, 32 and 64
+# Temperature of the polish, relative to the step: from HOT / max(K, 12), as more devices need more moves; twice and
+# half of that were tried at K = 16, 32 and 64
 HOT, COLD = 0.4, 0.0005
 HOT_TIGHT = 0.06  # where no sample fits: such a plan, or one that fits by its order of devices, has to be left
 HOPELESS = 1.25  # times the step of the best start: no polish for such a one
@@ -95,9 +95,12 @@ class NNPiper:
         deadline = begin + budget_s if budget_s else None
         count = _startable(problem, moves if deadline is None else _moves_in(problem, deadline - time.perf_counter()))
         plain = []
-        if count > 1 and samples > 0 and not pins and most_devices is None:  # it breaks wishes
-            plain = plain_starts(problem, rng)[:max(count // PLAIN, 1)]
-        starts = _hopeful(problem, [*_distinct(states, step_s, order, count - len(plain)), *plain])
+        if count > 1 and samples > 0 and not pins:  # which plain starts know nothing of
+            plain = [state for state in plain_starts(problem, rng) if state[2][-1] <= (most_devices or problem.devices)]
+            plain = plain[:max(count // PLAIN, 1)]
+        starts = [*_distinct(states, step_s, order, count - len(plain)), *plain]
+        if len(starts) > 1:
+            starts = _hopeful(problem, starts)
         hot = HOT_TIGHT if tight else hottest(problem)
         best = _polish(Search(problem, most_devices), starts, hot, moves, deadline, rng)
         return without_replicas(cost.decode(*best), problem.layers, pins or {})

@@ -21,18 +21,24 @@ def plain_starts(problem: Problem, rng: np.random.Generator) -> list[tuple[np.nd
     proportional states of five orders: devices by rising speed (the slowest gets the first layers, which are light in a
     transformer), by falling memory (the first stages keep the most micro-batches), as a chain of near neighbours, and
     twice in random order."""
-    K, S = problem.devices, problem.stages
+    K = problem.devices
     by_speed = np.argsort(device_speed(problem.forward_s + problem.backward_s), kind="stable")
     others = (np.argsort(-problem.memory_bytes, kind="stable"), _chain(problem, int(rng.integers(K))),
               rng.permutation(K), rng.permutation(K))
     found = []
-    for used in sorted({K, round((K * S) ** 0.5), S}):
+    for used in used_devices(problem):
         fastest = np.concatenate([by_speed[K - used:], by_speed[:K - used]])
         states = proportional_states(problem, np.stack([fastest, *others]), used)
         step_s, overflow = simulator.step_times(problem, *states)
         best = np.lexsort((step_s, overflow))[0]
         found.append((overflow[best], step_s[best], tuple(part[best] for part in states)))
     return [state for _, _, state in sorted(found, key=lambda one: one[:2])]
+
+
+def used_devices(problem: Problem) -> list[int]:
+    """How many devices plain starts use: one a stage, all, and the geometric mean of both."""
+    K, S = problem.devices, problem.stages
+    return sorted({S, round((K * S) ** 0.5), K})
 
 
 def _chain(problem, first):

@@ -20,6 +20,7 @@ import json
 import os
 import pickle
 import platform
+import shlex
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -80,6 +81,8 @@ def _train(out, recipe, progress, rank, world):
     torch.manual_seed(recipe.seed)
     network = (checkpoint.load(Path(recipe.start)).train().requires_grad_() if recipe.start
                else Network(recipe.size, recipe.blind))
+    start = ({"start": json.loads(checkpoint.card_path(Path(recipe.start)).read_text(encoding="utf-8"))}
+             if recipe.start else {})
     optimizer = torch.optim.AdamW(network.parameters(), lr=recipe.learning_rate, weight_decay=0.01)
     rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.learning_rate, total_steps=recipe.steps,
                                                pct_start=0.05 if recipe.steps > 20 else 0.3)  # at 20 it would fail
@@ -124,7 +127,7 @@ def _train(out, recipe, progress, rank, world):
                         "minutes": minutes}, buffer)
             write_bytes(resume, buffer.getvalue())
     if rank == 0:
-        checkpoint.save(network, target, _history(recipe, minutes, world))
+        checkpoint.save(network, target, _history(recipe, start, minutes, world))
     return target
 
 
@@ -267,14 +270,16 @@ def _write_log(path, rows):
 
 
 def command(recipe: Recipe) -> str:
-    """The command line of a recipe, for what `nnpiper train` has options for."""
-    later = (f" --groupings {recipe.groupings} --learning-rate {recipe.learning_rate:g} --start {recipe.start}"
-             if recipe.start else "")
-    return f"nnpiper train --steps {recipe.steps} --seed {recipe.seed}{later}"
+    """The command line of a recipe, as far as `nnpiper train` has options for it."""
+    given = {"--groupings": recipe.groupings, "--learning-rate": recipe.learning_rate, "--start": recipe.start}
+    usual = Recipe()
+    others = [part for (option, value), default in
+              zip(given.items(), (usual.groupings, usual.learning_rate, usual.start)) if value != default
+              for part in (option, str(value))]
+    return shlex.join(["nnpiper", "train", "--steps", str(recipe.steps), "--seed", str(recipe.seed), *others])
 
 
-def _history(recipe, minutes, world):
-    start = {"start": json.loads(checkpoint.card_path(Path(recipe.start)).read_text())} if recipe.start else {}
+def _history(recipe, start, minutes, world):
     return {"recipe": asdict(recipe), **start, "command": command(recipe),
             "minutes": round(minutes, 1), "processes": world, "threads": torch.get_num_threads(),
             "processor": _processor(), "python": platform.python_version(), "torch": torch.__version__,

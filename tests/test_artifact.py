@@ -321,7 +321,7 @@ def test_two_runs_at_once_are_refused(repository, capsys):
     assert capsys.readouterr().err == "reproduce.sh: figures: another run is writing here; allowed: one at a time\n"
 
 
-def test_retraining_repeats_the_first_command_of_the_cards_and_starts_anew_when_the_source_changes(repository, monkeypatch):
+def test_retraining_repeats_the_cards_first_command_and_starts_anew_when_the_source_changes(repository, monkeypatch):
     monkeypatch.setattr(artifact, "TRAINING_MODULES", ("core",))
     (repository / "net.json").write_text(json.dumps({"command": "nnpiper train --start one.pt", "minutes": 9, "start": {
         "command": "nnpiper train --steps 7 --seed 3", "minutes": 30}}))

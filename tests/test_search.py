@@ -180,3 +180,30 @@ def test_uniform_is_uniform():
     draws = np.sort([search.uniform(state) for _ in range(20_000)])
     assert draws[0] > 0 and draws[-1] <= 1
     assert np.abs(draws - (np.arange(20_000) + 0.5) / 20_000).max() < 1.95 / np.sqrt(20_000)
+
+
+def test_of_two_devices_the_better_linked_one_from_outside_the_group_comes():
+    order, far = np.array([4, 2, 0, 1, 3]), np.zeros((5, 5))
+    far[2] = [5.0, 1.0, 0.0, 3.0, 0.5]  # from device 2, at position 1, to devices 0 .. 4
+    nearer = lambda i, j: search._nearer(order, 0, 2, i, j, 2, far)  # the group is at positions 0 and 1
+    assert [nearer(2, 3), nearer(3, 2), nearer(3, 4), nearer(4, 3)] == [3, 3, 3, 3]
+    assert [nearer(0, 2), nearer(2, 0), nearer(1, 4), nearer(4, 1)] == [2, 2, 4, 4]
+
+
+@given(SEEDS)
+def test_a_move_that_is_not_made_changes_nothing_and_one_that_is_keeps_the_state_valid(seed):
+    rng = np.random.default_rng(seed)
+    K = int(rng.integers(1, 9))
+    problem = random_problem(rng, K=K, L=int(rng.integers(K, 14)))
+    state = search.proportional_state(problem, rng.permutation(K))
+    random, far = search.random_state(rng), 1.0 / problem.bandwidth_bytes_per_s
+    speed = search.device_speed(problem.forward_s + problem.backward_s)
+    for _ in range(60):
+        new = tuple(part.copy() for part in state)
+        slowest = int(rng.integers(problem.stages))
+        if search._move(*state, *new, slowest, random, np.zeros(problem.stages, np.int64), speed, far, K):
+            cost.decode(*new).check(problem)
+            assert sorted(new[1]) == list(range(K))
+            state = new
+        else:
+            assert all((a == b).all() for a, b in zip(state, new))

@@ -320,3 +320,23 @@ def test_a_budget_too_small_for_the_network_goes_to_the_search(piper, monkeypatc
     assert 3 <= clock.chunks <= 8
     plain = cost.decode(*solver.best_start(problem, np.random.default_rng(0)))
     assert outcome(problem, plan) <= outcome(problem, plain)
+
+
+def test_how_many_starts_so_many_moves_are_for():
+    of = lambda K, moves: solver._startable(random_problem(np.random.default_rng(0), K=K, L=16, S=1), moves)
+    assert [of(4, 999), of(4, 3500), of(4, 10**6)] == [1, 3, solver.STARTS]  # 1,000 a start
+    assert [of(16, 2000), of(16, 8000), of(16, 10**6)] == [1, 3, solver.STARTS]  # 10 x 16^2
+
+
+@pytest.mark.parametrize("wishes, plain", [
+    ({}, 2), ({"most_devices": 3}, 2), ({"most_devices": 2}, 1), ({"pins": {0: 1}}, 0)])
+def test_which_starts_are_polished(piper, monkeypatch, wishes, plain):
+    """A third of six are plain starts, on 2, 3 or all 4 devices, but for pins, of which these know nothing."""
+    problem = random_problem(np.random.default_rng(0), K=4, L=9, S=2)
+    seen = []
+    monkeypatch.setattr(solver, "_hopeful", lambda problem, starts: seen.extend(
+        tuple(map(bytes, state)) for state in starts) or starts)  # as they are before the polish
+    piper.solve(problem, moves=6000, **wishes)
+    known = [tuple(map(bytes, state)) for state in solver.plain_starts(problem, np.random.default_rng(0))]
+    assert sum(state in known for state in seen[-2:]) == plain
+    assert 2 <= len(seen) <= 6

@@ -20,6 +20,7 @@ from nnpiper import checkpoint, cost, vcta, virtual
 from nnpiper.batch import assemble, disassemble
 from nnpiper.losses import LOSSES
 from nnpiper.network import Divisions, Network, join
+from nnpiper.paths import CHECKPOINT
 from nnpiper.problem import InputError
 from nnpiper.search import device_speed
 from nnpiper.simulator import step_time
@@ -393,3 +394,12 @@ def test_polish_in_training_counts_the_polished_plans(monkeypatch):
     vcta.contrast_step(network, replace(RECIPE, polish=50), 0).backward()
     A = round(RECIPE.instances * min(1.0, 16 / virtual.sizes(np.random.default_rng([RECIPE.seed, 0]))["K"]) ** 1.5)
     assert seen == [(A, RECIPE.groupings + 1), (A * (RECIPE.groupings + 1), RECIPE.divisions)]
+
+
+def test_the_shipped_log_is_of_all_the_trainings_on_the_card():
+    card, steps = json.loads(checkpoint.card_path(CHECKPOINT).read_text()), 0
+    while card:
+        steps, first, card = steps + card["recipe"]["steps"], card, card.get("start")
+    assert first["sha256"] == json.loads((CHECKPOINT.parent / "scratch-0/nnpiper.json").read_text())["sha256"]
+    log = np.genfromtxt(CHECKPOINT.parent / "log.csv", delimiter=",", skip_header=1)
+    assert log[-1, 0] == steps and (np.diff(log[:, :2], axis=0) > 0).all()

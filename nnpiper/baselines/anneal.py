@@ -15,7 +15,9 @@ from ..search import Search, random_state, restarts
 from ..starts import best_start
 
 HOT, COLD = 0.1, 0.0003
-HOT_IN_BUDGET = 0.06  # the best of 0.03, 0.06, 0.1, 0.2 for 2,000 to 20,000 moves
+# In a budget: over K, as more devices need more moves, and at most. The best of 0.03, 0.06, 0.1 and 0.2 at K <= 16 and
+# of 0.007, 0.02 and 0.06 at K = 32 and 64, from 20 to 500 ms
+HOT_IN_BUDGET, HOTTEST_IN_BUDGET = 0.5, 0.06
 CHUNK = 500  # moves between two looks at the clock, at most
 
 
@@ -28,5 +30,6 @@ def solve(problem: Problem, seed: int = 0, runs: int = 4, moves: int = 60_000,
     if not budget_s:
         return cost.decode(*restarts(problem, runs, moves, (HOT, COLD), rng)[0])
     search, state = Search(problem), best_start(problem, rng)
-    cooling = chunks(HOT_IN_BUDGET, COLD, begin + budget_s, CHUNK)
+    hot = min(HOT_IN_BUDGET / problem.devices, HOTTEST_IN_BUDGET)
+    cooling = chunks(hot, COLD, begin + budget_s, CHUNK)
     return cost.decode(*search.anneal(state, cooling, random_state(rng))[0])

@@ -214,7 +214,7 @@ def run_chain(chain: list[Notebook], settings: Settings, console: Console) -> No
             record = run_notebook(notebook, settings)
         console.print(f"{notebook.name:{width}}  {record['wall_s'] / 60:5.1f} min  "
                       f"{record['peak_memory_bytes'] / 2**30:4.1f} GB")
-        write_provenance(chain, settings)
+        write_provenance(read_chain(notebook.path.parent), settings)
 
 
 def run_notebook(notebook: Notebook, settings: Settings) -> dict:

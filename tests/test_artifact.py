@@ -50,12 +50,12 @@ def root(tmp_path):
     return root
 
 
-def run(root, **changes):
-    """Run the chain of root; returns what was printed of each notebook."""
+def run(root, part=slice(None), **changes):
+    """Run that part of the chain of root; returns what was printed of each notebook."""
     settings = Settings(root, root / "figures", **{"mode": "full", "checkpoint": root / "net.pt"} | changes)
     console = Console(record=True, file=open(os.devnull, "w"), width=200)
     with console.file:
-        run_chain(read_chain(root / "notebooks"), settings, console)
+        run_chain(read_chain(root / "notebooks")[part], settings, console)
     return [line.split(maxsplit=1)[1] for line in console.export_text().splitlines()]
 
 
@@ -85,6 +85,13 @@ def test_only_what_changed_runs_again(root):
     # an input changes
     (root / "figures/a.txt").write_text("7")
     assert ran(run(root)) == [True, False]
+
+
+def test_a_run_of_one_notebook_leaves_the_others_their_provenance(root):
+    two_notebooks(root)
+    run(root)
+    run(root, slice(1), force=True)
+    assert list(json.loads((root / "figures/provenance.json").read_text())) == ["01_first", "02_second"]
 
 
 @pytest.mark.parametrize("name", ["nnpiper/core.py", "requirements.lock", "net.pt"])

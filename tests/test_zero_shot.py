@@ -11,6 +11,8 @@ from nnpiper import baselines, cost, importers, simulator
 from nnpiper.problem import SCHEDULES, TRANSFERS
 from nnpiper.solver import NNPiper
 
+SEEDS = 4
+
 
 def chains():
     """{name: measured chain}: V100 (PipeDream, DAPPLE), A100 (Piper), six GPUs (Sailor)."""
@@ -37,24 +39,27 @@ def problems():
 
 
 def gaps():
-    """{problem: (% of NNPiper, % of the network alone)} over long annealing."""
+    """{problem: (% of NNPiper, % of the network alone)} over long annealing, means over seeds: one tells little."""
     piper, found = NNPiper.from_pretrained(), {}
     for name, problem in problems():
         best = simulator.step_time(problem, baselines.anneal.solve(problem))
-        plans = [piper.solve(problem), piper.solve(problem, polish=False)]
-        assert not any(cost.overflow_bytes(problem, plan) for plan in plans), name
-        found[name] = tuple(100 * (simulator.step_time(problem, plan) / best - 1) for plan in plans)
+        plans = [[piper.solve(problem, seed=seed, polish=polish) for seed in range(SEEDS)] for polish in (True, False)]
+        assert not any(cost.overflow_bytes(problem, plan) for part in plans for plan in part), name
+        found[name] = tuple(100 * (np.mean([simulator.step_time(problem, plan) for plan in part]) / best - 1)
+                            for part in plans)
     return found
 
 
 @needs_samples
 def test_gaps_on_measured_profiles():
     """Transformers and GNMT, whose layers all send about as much, are planned as well as anything in training. Of VGG
-    the network alone is weaker, and the polish makes up for most of it: its few layers send very unequal amounts."""
+    the network alone is weaker, and the polish makes up for most of it: its few layers send very unequal amounts. In
+    groups some per cent are left."""
     found = gaps()
     even = np.array([gap for name, gap in found.items() if "vgg" not in name])
     assert len(even) == 12 and even[:, 0].max() <= 1.0 and even[:, 1].max() <= 5.0
-    assert np.median([polished for name, (polished, _) in found.items() if "vgg" in name]) <= 0.5
+    vgg = {name: gap for name, (gap, _) in found.items() if "vgg" in name}
+    assert all(gap <= (1.0 if name.endswith("S = 8") else 6.0) for name, gap in vgg.items()) and len(vgg) == 4
     assert np.mean([polished for polished, _ in found.values()]) <= 1.0
 
 

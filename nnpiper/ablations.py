@@ -145,8 +145,8 @@ def summary(rows: pd.DataFrame) -> pd.DataFrame:
     rows = rows.join(best, on=TRIAL)
     rows["kind"] = np.where(rows["devices"] == rows["stages"], "S = K", "S < K")
     records = []
-    for name in (*(name for name in CHANGES if name in set(rows["ablation"])),
-                 *dict.fromkeys(rows["ablation"][~rows["ablation"].isin(CHANGES)])):
+    present = dict.fromkeys(rows["ablation"])
+    for name in sorted(present, key=lambda name: list(CHANGES).index(name) if name in CHANGES else len(CHANGES)):
         own = rows[rows["ablation"] == name]
         record = {"ablation": name, "seeds": own["seed"].nunique(), "steps": int(own["steps"].iloc[0])}
         for part in ("network", "polished"):

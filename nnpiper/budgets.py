@@ -22,7 +22,7 @@ from .cluster import ENVIRONMENTS
 from .cooling import chunks
 from .experiments import COMPARED, DYNAMIC_PROGRAMS, SORTED, judge, piper, solve_sorted
 from .problem import SCHEDULES, TRANSFERS, Problem, Strategy
-from .search import Search, better, proportional_states, random_state
+from .search import Search, better, proportional_state, random_state
 from .starts import best_start, used_devices
 from .statistics import mean_interval
 from .testset import TRIAL, Trial
@@ -58,8 +58,8 @@ def local_search(problem: Problem, seed: int = 0, budget_s: float = 0.1) -> Stra
         reached, idle = ((overflow, step), 0) if (overflow, step) < reached else (reached, idle + count)
         if idle >= PATIENCE:
             used = rng.choice(used_devices(problem))
-            states = proportional_states(problem, rng.permutation(problem.devices)[None], used)
-            state, reached, idle = tuple(part[0] for part in states), (np.inf, np.inf), 0
+            state = proportional_state(problem, rng.permutation(problem.devices), used)
+            reached, idle = (np.inf, np.inf), 0
     return cost.decode(*(best or state))
 
 

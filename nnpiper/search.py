@@ -80,10 +80,10 @@ def restarts(problem: Problem, runs: int, moves: int, temperature: tuple[float, 
                                random_state(rng)) for _ in range(runs)])
 
 
-def proportional_state(problem: Problem, devices: np.ndarray):
-    """A plain start: the devices in the given order, dealt evenly to the stages, and layers in proportion to the speed
-    of each group."""
-    return tuple(part[0] for part in proportional_states(problem, devices[None], problem.devices))
+def proportional_state(problem: Problem, devices: np.ndarray, used: int | None = None):
+    """A plain start: the devices in the given order, or the first `used` of them, dealt evenly to the stages, and layers
+    in proportion to the speed of each group."""
+    return tuple(part[0] for part in proportional_states(problem, devices[None], used or problem.devices))
 
 
 def proportional_states(problem: Problem, orders: np.ndarray, used: int):

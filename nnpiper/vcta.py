@@ -271,12 +271,11 @@ def _write_log(path, rows):
 
 def command(recipe: Recipe) -> str:
     """The command line of a recipe, as far as `nnpiper train` has options for it."""
-    given = {"--groupings": recipe.groupings, "--learning-rate": recipe.learning_rate, "--start": recipe.start}
-    usual = Recipe()
-    others = [part for (option, value), default in
-              zip(given.items(), (usual.groupings, usual.learning_rate, usual.start)) if value != default
-              for part in (option, str(value))]
-    return shlex.join(["nnpiper", "train", "--steps", str(recipe.steps), "--seed", str(recipe.seed), *others])
+    parts, usual = ["nnpiper", "train", "--steps", recipe.steps, "--seed", recipe.seed], Recipe()
+    for name in ("groupings", "learning_rate", "start"):
+        if getattr(recipe, name) != getattr(usual, name):
+            parts += [f"--{name.replace('_', '-')}", getattr(recipe, name)]
+    return shlex.join(map(str, parts))
 
 
 def _history(recipe, start, minutes, world):

@@ -139,8 +139,8 @@ def study(out: Path, seconds: float, seeds: int, names: tuple[str, ...] = tuple(
 def summary(rows: pd.DataFrame) -> pd.DataFrame:
     """A row an ablation, those of CHANGES in their order before others: seeds and steps of its trainings, and of the
     network alone and with polish, S = K and S < K apart, the gap in % (mean over the problems, then over the seeds, as
-    "mean [%]", with the seeds' standard deviation) and how many plans do not fit, a seed. The gap is to the best step in
-    `rows`."""
+    "mean [%]", with the seeds' standard deviation) and how many plans do not fit, a seed. The gap is to the best step
+    in `rows`."""
     best = rows.groupby(TRIAL)[["network_s", "polished_s", "reference_s"]].min().min(axis=1).rename("best_s")
     rows = rows.join(best, on=TRIAL)
     rows["kind"] = np.where(rows["devices"] == rows["stages"], "S = K", "S < K")

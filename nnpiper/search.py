@@ -81,8 +81,8 @@ def restarts(problem: Problem, runs: int, moves: int, temperature: tuple[float, 
 
 
 def proportional_state(problem: Problem, devices: np.ndarray, used: int | None = None):
-    """A plain start: the devices in the given order, or the first `used` of them, dealt evenly to the stages, and layers
-    in proportion to the speed of each group."""
+    """A plain start: the devices in the given order, or the first `used` of them, dealt evenly to the stages, and
+    layers in proportion to the speed of each group."""
     return tuple(part[0] for part in proportional_states(problem, devices[None], used or problem.devices))
 
 

@@ -134,6 +134,8 @@ def train(
                                        metavar="CHECKPOINT.pt")] = "",
     learning_rate: Annotated[float, typer.Option(help="Highest learning rate.", metavar="R")] = 1e-3,
     groupings: Annotated[int, typer.Option(help="Groupings drawn for each virtual instance.", metavar="N")] = 8,
+    grows: Annotated[bool, typer.Option("--grows", help="Twice as many groupings from half of the steps on, four times "
+                                                        "as many in the last fifth.")] = False,
 ) -> int:
     """Train the network by VCTA. Data parallel under torchrun: torchrun --nproc-per-node 2 -m nnpiper.cli train ..."""
     from .problem import InputError, check_folder
@@ -145,7 +147,8 @@ def train(
     _check_range("--groupings", groupings, 2, 1024)
     check_folder("--out", out)
     from . import vcta
-    recipe = vcta.Recipe(steps=steps, seed=seed, start=start, learning_rate=learning_rate, groupings=groupings)
+    recipe = vcta.Recipe(steps=steps, seed=seed, start=start, learning_rate=learning_rate, groupings=groupings,
+                         grows=grows)
     checkpoint = vcta.train(out, recipe)
     if os.environ.get("RANK", "0") == "0":
         print(f"wrote {checkpoint}")

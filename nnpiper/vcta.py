@@ -39,6 +39,7 @@ from .search import Search, device_speed, layer_work, random_state, restarts
 from .starts import best_start
 
 LOG_FIELDS = ["step", "minutes", "loss", "gap_greedy", "gap_best", "gap_groups_greedy", "gap_groups_best"]
+GROWTH = (0.5, 1), (0.8, 2), (1.0, 4)  # until which part of the steps a growing contrast has so many times the groupings
 POLISHED, IMITATED = (0.02, 5e-4), (0.1, 5e-4)  # temperatures, relative to the step: of a good plan, of a plain one
 
 
@@ -50,6 +51,7 @@ class Recipe:
     seed: int = 0
     instances: int = 64  # a step, over all processes, of K <= 16 devices; of more devices fewer, for equal work
     groupings: int = 8  # N, an instance
+    grows: bool = False  # the contrast, by GROWTH
     divisions: int = 4  # R, a grouping
     loss: str = "pairwise"  # of `losses.LOSSES`; "imitation" draws nothing and learns the polished plain starts
     polish: int = 0  # moves of local search that an instance's best strategy makes to join the contrast; 0: none
@@ -62,6 +64,10 @@ class Recipe:
     def __post_init__(self):
         if self.loss not in LOSSES:
             raise InputError(f"loss: {self.loss!r}; allowed: {', '.join(LOSSES)}")
+
+    def groupings_at(self, step: int) -> int:
+        """N in training step number `step`."""
+        return self.groupings * next(times for part, times in GROWTH if not self.grows or step < part * self.steps)
 
 
 def train(out: Path, recipe: Recipe = Recipe(), progress: bool = True) -> Path:
@@ -147,7 +153,7 @@ def contrast_step(network: Network, recipe: Recipe, step: int, rank: int = 0, wo
         divisions = network.divide(f, encoding, plans)
         return (losses.imitation(network.log_prob(f, encoding, plans))
                 + losses.imitation(divisions.log_prob(divisions.around(share, 1, generator))))
-    plans = network.draw(f, encoding, recipe.groupings, generator)
+    plans = network.draw(f, encoding, recipe.groupings_at(step), generator)
     divisions = network.divide(f, encoding, plans)
     log_share = divisions.draw(recipe.divisions, generator)
     step_s, overflow = score(problems, plans, log_share)
@@ -275,6 +281,7 @@ def command(recipe: Recipe) -> str:
     for name in ("groupings", "learning_rate", "start"):
         if getattr(recipe, name) != getattr(usual, name):
             parts += [f"--{name.replace('_', '-')}", getattr(recipe, name)]
+    parts += ["--grows"] * recipe.grows
     return shlex.join(map(str, parts))
 
 

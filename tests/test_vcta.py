@@ -60,6 +60,20 @@ def test_score_is_the_exact_step_of_what_was_drawn():
                 assert overflow[a, n, r] == pytest.approx(cost.overflow_bytes(problems.problem(a), strategy), rel=1e-9)
 
 
+def test_a_growing_contrast_draws_more_groupings_late():
+    grows = Recipe(steps=10, groupings=3, grows=True)
+    assert [grows.groupings_at(step) for step in range(10)] == [3] * 5 + [6] * 3 + [12] * 2
+    assert [Recipe(steps=10, groupings=3).groupings_at(step) for step in (0, 9)] == [3, 3]
+    one_step = Recipe(**{**vars(RECIPE), "grows": True})
+    seen = []
+    network = Network(TINY)
+    draw = network.draw
+    network.draw = lambda f, encoding, N, generator: seen.append(N) or draw(f, encoding, N, generator)
+    for step in range(4):
+        vcta.contrast_step(network, one_step, step)
+    assert seen == [4, 4, 8, 8]
+
+
 @pytest.mark.parametrize("loss_name", ["pairwise", "best-against-spread", "self-labelling", "policy-gradient"])
 def test_a_step_contrasts_groupings_by_their_best_division_and_divisions_within_a_grouping(monkeypatch, loss_name):
     """The same outcomes and log probabilities, put together plainly."""

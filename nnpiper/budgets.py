@@ -48,8 +48,8 @@ def local_search(problem: Problem, seed: int = 0, budget_s: float = 0.1) -> Stra
     one from random devices, all or some, once PATIENCE moves have brought nothing."""
     end = time.perf_counter() + budget_s
     rng = np.random.default_rng(seed)
-    search, random = Search(problem), random_state(rng)
-    state, reached, idle = best_start(problem, rng), (np.inf, np.inf), 0
+    search, state = Search(problem), best_start(problem, rng)
+    random, reached, idle = random_state(rng), (np.inf, np.inf), 0
     best, best_step, best_overflow = None, np.inf, np.inf
     for temperatures, count in chunks(0.0, 0.0, end, CHUNK):
         found, step, overflow = search.run(state, count, temperatures, random)

@@ -35,7 +35,8 @@ class Search:
         self.overflow_weight = overflow_weight
         self.space = simulator.workspace(S, M)
         costs = [np.zeros(shape) for _ in range(2) for shape in ((5, S), K, S)]
-        self.scratch = *costs, np.zeros(K), np.zeros(S, np.int64), device_speed(problem.forward_s + problem.backward_s)
+        self.scratch = (*costs, np.zeros(K), np.zeros(S, np.int64), np.zeros(S, np.bool_),
+                        device_speed(problem.forward_s + problem.backward_s))
 
     def run(self, state, moves: int, temperature: tuple[float, float], random_state: np.ndarray):
         """`moves` moves from `state` (bounds, order, starts), temperature falling geometrically from the first to the
@@ -83,16 +84,19 @@ def restarts(problem: Problem, runs: int, moves: int, temperature: tuple[float, 
 def proportional_state(problem: Problem, devices: np.ndarray, used: int | None = None):
     """A plain start: the devices in the given order, or the first `used` of them, dealt evenly to the stages, and
     layers in proportion to the speed of each group."""
-    return tuple(part[0] for part in proportional_states(problem, devices[None], used or problem.devices))
+    return tuple(part[0] for part in proportional_states(problem, devices[None], [used or problem.devices]))
 
 
-def proportional_states(problem: Problem, orders: np.ndarray, used: int):
-    """(bounds, order, starts) [N, ...] of the proportional states of N orders [N, K] on the first `used` devices."""
-    starts = np.round(np.linspace(0, used, problem.stages + 1)).astype(np.int64)
+def proportional_states(problem: Problem, orders: np.ndarray, used: list[int]):
+    """(bounds, order, starts) [N, ...] of the proportional states of N orders [N, K] on the first used [N] devices."""
+    starts = np.round(np.linspace(0, used, problem.stages + 1, axis=-1)).astype(np.int64)
     layer_s = problem.forward_s + problem.backward_s  # [L, K]
-    share = np.add.reduceat(device_speed(layer_s)[orders[:, :used]], starts[:-1], axis=1)
+    place = np.arange(problem.devices)
+    speed = np.where(place < starts[:, -1:], device_speed(layer_s)[orders], 0.0)
+    first = starts[:, :-1] + problem.devices * np.arange(len(orders))[:, None]  # in the flattened speeds
+    share = np.add.reduceat(speed.ravel(), first.ravel()).reshape(first.shape)
     bounds = cuts_by_share(layer_work(layer_s), share / share.sum(axis=1, keepdims=True))
-    return bounds, orders.astype(np.int64), np.tile(starts, (len(orders), 1))
+    return bounds, orders.astype(np.int64), starts
 
 
 def device_speed(layer_s: np.ndarray) -> np.ndarray:
@@ -168,9 +172,10 @@ def _pick(state, n):
 def _search(p, ops, blocking, one_f_one_b, M, bounds, order, starts, best_bounds, best_order, best_starts,
             moves, hot, cold, random, space, scratch, most, overflow_weight):
     # the current state's costs, and those of its neighbour: equal but for the stages that a move changes
-    stages, share, over, new_stages, new_share, new_over, used, plan, speed = scratch
+    stages, share, over, new_stages, new_share, new_over, used, plan, stale, speed = scratch
     S = starts.shape[0] - 1
     memory = p.memory.mean() + 1.0
+    groups = order.shape[0] > S
     new_bounds, new_order, new_starts = bounds.copy(), order.copy(), starts.copy()
 
     overflow = 0.0
@@ -193,11 +198,17 @@ def _search(p, ops, blocking, one_f_one_b, M, bounds, order, starts, best_bounds
             continue
         threshold = energy * (1.0 - temperature * math.log(uniform(random)))
         temperature *= cooling
-        new_overflow = _update_costs(p, bounds, order, starts, new_bounds, new_order, new_starts, new_stages, new_share,
-                                     new_over, used)
+        new_overflow = _update_stages(p, bounds, order, starts, new_bounds, new_order, new_starts, new_stages, new_share,
+                                      new_over, used, stale)
         weight = 1.0 + overflow_weight * new_overflow / memory
-        new_step = step_bound(new_stages, M, blocking, one_f_one_b)
-        accepted = new_step * weight <= threshold
+        # in large groups transfers take longest to work out, and half of the moves are refused without them
+        accepted = not groups or step_bound(new_stages, M, blocking, one_f_one_b) * weight <= threshold
+        if accepted:
+            for s in range(S - 1):
+                if stale[s]:
+                    cost.fill_sends(p, new_bounds, new_order, new_starts, s, new_stages, new_share)
+            new_step = step_bound(new_stages, M, blocking, one_f_one_b)
+            accepted = new_step * weight <= threshold
         if accepted and one_f_one_b:
             new_step = run_step(ops, new_stages, blocking, space)
             accepted = new_step * weight <= threshold
@@ -216,8 +227,9 @@ def _search(p, ops, blocking, one_f_one_b, M, bounds, order, starts, best_bounds
 
 
 @njit(cache=True, error_model="numpy", inline="always")
-def _update_costs(p, bounds, order, starts, new_bounds, new_order, new_starts, stages, share, over, used):
-    """Bring the neighbour's costs up to date where it differs from the state; returns its bytes over memory."""
+def _update_stages(p, bounds, order, starts, new_bounds, new_order, new_starts, stages, share, over, used, stale):
+    """Bring the neighbour's stages up to date where it differs from the state; the transfers that are to be worked out
+    again are stale [S - 1] and 0 until then. Returns its bytes over memory."""
     S = starts.shape[0] - 1
     overflow = 0.0
     changed_before = False
@@ -229,8 +241,10 @@ def _update_costs(p, bounds, order, starts, new_bounds, new_order, new_starts, s
                 changed = changed or order[i] != new_order[i]
         if changed:
             over[s] = cost.fill_stage(p, new_bounds, new_order, new_starts, s, stages, used, share)
-        if s > 0 and (changed or changed_before):
-            cost.fill_sends(p, new_bounds, new_order, new_starts, s - 1, stages, share)
+        if s > 0:
+            stale[s - 1] = changed or changed_before
+            if stale[s - 1]:
+                stages[SEND_FORWARD, s - 1] = stages[SEND_BACKWARD, s - 1] = 0.0
         changed_before = changed
         overflow += over[s]
     return overflow

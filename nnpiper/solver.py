@@ -9,31 +9,31 @@ from pathlib import Path
 
 import numpy as np
 
-from . import checkpoint, cost, simulator
+from . import checkpoint, cost, memory, simulator
 from .batch import Batch
 from .compiled import Compiled
 from .cooling import chunks
 from .network import Network
 from .problem import MAX_VALUE, InputError, Problem, Strategy
 from .search import Search, best_of, device_speed, random_state
-from .starts import best_start, plain_starts
+from .starts import plain_starts
 
 SAMPLES = 64  # groupings
 SAMPLES_ALONE = 128  # without polish
 DIVISIONS = 4  # of the layers, for each grouping
 MOVES = 6000  # of polish without a budget
-STARTS = 8  # states that are polished
-PLAIN = 3  # one in so many, at least one, is a plain start, since the best samples may all lie in one valley
-# Each state that is polished shall get at least MOVES_A_START x K^2 moves, and at least FEWEST_MOVES
-MOVES_A_START, FEWEST_MOVES = 10, 1000
-CHUNK = 250  # moves between two looks at the clock; fewer where one simulation takes long
+# As many states are polished as the square root of the moves over STARTING x K^2, at least FEWEST_MOVES: both how many
+# there are and how many moves each gets grow with the budget
+STARTING, FEWEST_MOVES = 2.5, 250
+PLAIN = 3  # one in so many is a plain start, since the best samples may all lie in one valley
+CHUNK = 500  # moves between two looks at the clock; fewer where one simulation takes long
 CHUNK_OPS = 1 << 21  # that a chunk simulates at most, a few milliseconds
 SAMPLING_PART = 0.25  # of a budget; large problems get fewer samples, at least FEWEST
 FEWEST = 4
-WORTH = 1.5  # times what FEWEST samples take: in a smaller budget a plain start is polished for the whole of it
-# Temperature of the polish, relative to the step: from HOT / max(K, 12), as more devices need more moves; twice and
-# half of that were tried at K = 16, 32 and 64
-HOT, COLD = 0.4, 0.0005
+WORTH = 4  # times what FEWEST samples take: in a smaller budget a plain start is polished for the whole of it
+# Temperature of the polish, relative to the step: from HOT / max(K, 12), as more devices need more moves, and with a
+# device a stage from HOT_ALONE / K^3, where every move changes little; twice and half of that were tried at K = 12 to 64
+HOT, HOT_ALONE, COLD = 0.4, 27.0, 0.0005
 HOT_TIGHT = 0.06  # where no sample fits: such a plan, or one that fits by its order of devices, has to be left
 HOPELESS = 1.25  # times the step of the best start: no polish for such a one
 
@@ -77,30 +77,28 @@ class NNPiper:
         samples = samples or (SAMPLES if polish else SAMPLES_ALONE)
         if budget_s is not None:
             samples = min(samples, _affordable(problem, budget_s, polish))
-        if samples:
-            states, step_s, overflow = self.sample(problem, samples, seed)
-        else:
-            states, step_s, overflow = _plain(problem, np.random.default_rng(seed))
+        rng = np.random.default_rng(seed)
+        parts = [self.sample(problem, samples, seed)] if samples else []
+        if polish and not (pins and samples):  # of pins plain starts know nothing
+            parts.append(plain_starts(problem, rng))
+        states, step_s, overflow = _joined(parts)
         if pins or (most_devices or problem.devices) < problem.devices:
             problem = with_pins(problem, pins or {})
             _leave_out(problem, states, most_devices or problem.devices)
             step_s, overflow = simulator.step_times(problem, *states)
         tight = overflow.min() > 0
         if tight:
-            states, step_s, overflow = _with_memory_plan(problem, states, step_s, overflow, most_devices)
+            states, step_s, overflow = _joined([(states, step_s, overflow),
+                                                *_memory_plan(problem, most_devices or problem.devices)])
         order = np.lexsort((step_s, overflow))
         if not polish:
             return cost.decode(*(a[order[0]] for a in states))
-        rng = np.random.default_rng(seed)
         deadline = begin + budget_s if budget_s else None
         count = _startable(problem, moves if deadline is None else _moves_in(problem, deadline - time.perf_counter()))
-        plain = []
-        if count > 1 and samples > 0 and not pins:  # which plain starts know nothing of
-            plain = [state for state in plain_starts(problem, rng) if state[2][-1] <= (most_devices or problem.devices)]
-            plain = plain[:max(count // PLAIN, 1)]
-        starts = [*_distinct(states, step_s, order, count - len(plain)), *plain]
-        if len(starts) > 1:
-            starts = _hopeful(problem, starts)
+        chosen = _distinct(step_s, order, count - count // PLAIN)
+        not_drawn = order[order >= samples * DIVISIONS]
+        chosen = _distinct(step_s, [*chosen, *not_drawn, *order], count)
+        starts = [tuple(a[n].copy() for a in states) for n in chosen if step_s[n] <= HOPELESS * step_s[chosen[0]]]
         hot = HOT_TIGHT if tight else hottest(problem)
         best = _polish(Search(problem, most_devices), starts, hot, moves, deadline, rng)
         return without_replicas(cost.decode(*best), problem.layers, pins or {})
@@ -114,8 +112,10 @@ class NNPiper:
         noise[:, :, 0] = 0.0
         share = np.exp(mean[:, :, None] + sigma[:, :, None] * noise)
         states = batch.strategies(actions, share / share.sum(-1, keepdims=True))
-        step_s, overflow = batch.step_times(*states)
-        return tuple(a[0] for a in states), step_s[0], overflow[0]
+        step_s, overflow = (a[0] for a in batch.step_times(*states))
+        states = tuple(a[0] for a in states)
+        memory.fit(problem, states, step_s, overflow)
+        return states, step_s, overflow
 
 
 def check_wishes(problem: Problem, pins: dict[int, int] | None, most_devices: int | None) -> None:
@@ -159,7 +159,9 @@ def without_replicas(strategy: Strategy, layers: int, pins: dict[int, int]) -> S
 
 def hottest(problem: Problem) -> float:
     """The temperature from which good plans of this problem are polished."""
-    return HOT / max(problem.devices, 12)
+    K = problem.devices
+    hot = HOT / max(K, 12)
+    return hot if problem.stages < K else max(min(hot, HOT_ALONE / K**3), COLD)
 
 
 def _leave_out(problem, states, most_devices):
@@ -188,21 +190,19 @@ def _affordable(problem, budget_s, polish):
     return max(int(min((1e3 * part * budget_s - fixed_ms) / each_ms, 1e6)), FEWEST)
 
 
-def _plain(problem, rng):
-    """A plain start, as `NNPiper.sample` returns samples."""
-    states = tuple(part[None] for part in best_start(problem, rng))
-    return states, *simulator.step_times(problem, *states)
+def _memory_plan(problem, most_devices):
+    """Nothing, or the feasible plan of `memory.fill` with the most room left, as `NNPiper.sample` returns samples."""
+    plan = next(filter(None, (memory.fill(problem, room) for room in (0.8, 0.9, 0.95, 1.0))), None)
+    if plan is None or sum(map(len, plan.groups)) > most_devices:
+        return []
+    states = cost.encode([plan], problem.layers, problem.devices)
+    return [(states, *simulator.step_times(problem, *states))]
 
 
-def _with_memory_plan(problem, states, step_s, overflow, most_devices):
-    """The samples and, if there is one, the feasible plan of `cost.fill_memory` with the most room left."""
-    plan = next(filter(None, (cost.fill_memory(problem, room) for room in (0.8, 0.9, 0.95, 1.0))), None)
-    if plan is None or sum(map(len, plan.groups)) > (most_devices or problem.devices):
-        return states, step_s, overflow
-    extra = cost.encode([plan], problem.layers, problem.devices)
-    step, over = simulator.step_times(problem, *extra)
-    return (tuple(np.concatenate(pair) for pair in zip(states, extra)), np.concatenate([step_s, step]),
-            np.concatenate([overflow, over]))
+def _joined(parts):
+    """Several of what `NNPiper.sample` returns, as one."""
+    states, *rest = zip(*parts)
+    return tuple(map(np.concatenate, zip(*states))), *map(np.concatenate, rest)
 
 
 def _moves_in(problem, seconds):
@@ -212,25 +212,16 @@ def _moves_in(problem, seconds):
 
 def _startable(problem, moves):
     """How many states so many moves can polish."""
-    return min(max(int(moves / max(MOVES_A_START * problem.devices**2, FEWEST_MOVES)), 1), STARTS)
+    return max(int((max(moves, 0) / max(STARTING * problem.devices**2, FEWEST_MOVES)) ** 0.5), 1)
 
 
-def _distinct(states, step_s, order, count):
-    """The best `count` samples with different steps: equal steps are nearly always the same strategy twice."""
+def _distinct(step_s, order, count):
+    """The first `count` in this order with different steps: equal steps are nearly always the same strategy twice."""
     chosen = []
     for n in order:
-        if all(step_s[n] != step_s[other] for other in chosen):
+        if len(chosen) < count and all(step_s[n] != step_s[other] for other in chosen):
             chosen.append(n)
-        if len(chosen) == count:
-            break
-    return [tuple(a[n].copy() for a in states) for n in chosen]
-
-
-def _hopeful(problem, starts):
-    """The starts whose step is at most HOPELESS times that of the best one."""
-    step_s, overflow = simulator.step_times(problem, *(np.stack(parts) for parts in zip(*starts)))
-    most = HOPELESS * step_s[np.lexsort((step_s, overflow))[0]]
-    return [state for state, step in zip(starts, step_s) if step <= most]
+    return chosen
 
 
 def _polish(search, starts, hot, moves, deadline, rng):

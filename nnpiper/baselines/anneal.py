@@ -15,9 +15,10 @@ from ..search import Search, random_state, restarts
 from ..starts import best_start
 
 HOT, COLD = 0.1, 0.0003
-# In a budget: over K, as more devices need more moves, and at most. The best of 0.03, 0.06, 0.1 and 0.2 at K <= 16 and
-# of 0.007, 0.02 and 0.06 at K = 32 and 64, from 20 to 500 ms
-HOT_IN_BUDGET, HOTTEST_IN_BUDGET = 0.5, 0.06
+# In a budget: over K, as more devices need more moves, and at most; with a device a stage over K^3. The best of 0.03,
+# 0.06, 0.1 and 0.2 at K <= 16, of 0.007, 0.02 and 0.06 at K = 32 and 64, from 20 to 500 ms, and of 0.0016, 0.006 and
+# 0.016 to 0.04 at S = K = 12 to 32, from 2 to 100 ms
+HOT_IN_BUDGET, HOTTEST_IN_BUDGET, HOT_ALONE = 0.5, 0.06, 64.0
 CHUNK = 500  # moves between two looks at the clock, at most
 
 
@@ -29,7 +30,7 @@ def solve(problem: Problem, seed: int = 0, runs: int = 4, moves: int = 60_000,
     rng = np.random.default_rng(seed)
     if not budget_s:
         return cost.decode(*restarts(problem, runs, moves, (HOT, COLD), rng)[0])
-    search, state = Search(problem), best_start(problem, rng)
-    hot = min(HOT_IN_BUDGET / problem.devices, HOTTEST_IN_BUDGET)
+    search, state, K = Search(problem), best_start(problem, rng), problem.devices
+    hot = min(HOT_IN_BUDGET / K, HOTTEST_IN_BUDGET, HOT_ALONE / K**3 if problem.stages == K else np.inf)
     cooling = chunks(hot, COLD, begin + budget_s, CHUNK)
     return cost.decode(*search.anneal(state, cooling, random_state(rng))[0])

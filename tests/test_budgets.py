@@ -135,7 +135,7 @@ def test_targets_by_hand():
     assert measured["worst gap, 10 ms [%]"] == pytest.approx(max(gaps))
     assert made.loc["mean gap, S < K, 10 ms [%]", "verdict"] == "holds"
     assert made.loc["mean gap, S = K, 10 ms [%]", "verdict"] == "does not hold"
-    assert measured.filter(like="smaller").tolist() == [0]
+    assert measured.filter(like="smaller").tolist() == measured.filter(like="interval").tolist() == [0]
     large = [budgets.targets(table(*(row for row in rows if row[0] < count)).assign(devices=12))["measured"].iloc[-1]
              for count in (3, 4)]
     assert measured["of 0 with K >= 12, up to 100 ms, those where the mean gap is over half of annealing's"] == 0
@@ -152,5 +152,16 @@ def test_targets_at_scale_by_hand():
     rows = table((0, 4, "nnpiper", 100.0, 1.1, True), (0, 4, "annealing", 1000.0, 1.0, True),
                  (0, 4, "annealing", 100.0, 0.1, True), (0, 4, "alpa", np.nan, 2.2, True)).assign(devices=12)
     made = budgets.targets_at_scale(rows)
-    assert made["measured"].tolist() == pytest.approx([1, 1, -50.0, 0, 10.0, 1])
-    assert made["verdict"].tolist() == ["does not hold"] * 2 + ["holds"] * 2 + ["does not hold"] * 2
+    assert made["measured"].tolist() == pytest.approx([1, 1, 1, -50.0, 0, 10.0, 1])
+    assert made["verdict"].tolist() == ["does not hold"] * 3 + ["holds"] * 2 + ["does not hold"] * 2
+
+
+def test_behind_by_chance_is_not_surely_behind():
+    """Of two sizes, one in which the rivals' step is always a little shorter, one in which it is a toss."""
+    rows = []
+    for S, own in ((4, np.full(20, 1.02)), (3, np.repeat([1 / 1.3, 1.34], 10))):
+        for number, step in enumerate(own):
+            rows += [(number, S, "nnpiper", 10.0, step, True)]
+            rows += [(number, S, name, 10.0, 1.0, True) for name in budgets.RACERS[1:]]
+    measured = budgets.targets(table(*rows)).set_index("NNPiper")["measured"]
+    assert measured.filter(like="smaller").tolist() == [2] and measured.filter(like="interval").tolist() == [1]

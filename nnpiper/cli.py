@@ -218,7 +218,7 @@ def _planner(name, budget_ms, seed):
     from .comparison import small
     if name == "anneal":
         run = functools.partial(baselines[name], seed=seed, budget_s=budget_s)
-        return lambda problem: baselines[name](small(problem), moves=1), run
+        return lambda problem: run(problem, moves=1, **({"budget_s": 1e-3} if budget_s else {})), run
     if name == "exact":
         return lambda problem: baselines[name](small(problem)), baselines[name]
     return baselines[name], baselines[name]

@@ -30,7 +30,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from . import memory
+from .cost import fill_memory
 from .paths import DATA
 from .problem import InputError, Problem, read_json
 from .profiles import Profile
@@ -264,9 +264,9 @@ def sample_problem(rng: np.random.Generator, model: str, environment: str, K: in
 
 
 def has_room(problem: Problem, room: float = ROOM) -> bool:
-    """True if `memory.fill` finds a plan within `room` of every device's memory: then a strategy is feasible;
+    """True if `cost.fill_memory` finds a plan within `room` of every device's memory: then a strategy is feasible;
     False does not prove the contrary."""
-    return memory.fill(problem, room) is not None
+    return fill_memory(problem, room) is not None
 
 
 def _draw(rng, names):
@@ -299,8 +299,8 @@ def _any_links(rng, K):
 
 def _cluster(names, rate, latency, node=None, reserve=RESERVE):
     devices = [DEVICES[name] for name in names]
-    usable = np.array([device.memory_bytes for device in devices]) * (1 - reserve)
-    return Cluster(tuple(names), [device.flops_per_s for device in devices], usable, rate, latency,
+    memory = np.array([device.memory_bytes for device in devices]) * (1 - reserve)
+    return Cluster(tuple(names), [device.flops_per_s for device in devices], memory, rate, latency,
                    np.arange(len(names)) if node is None else node)
 
 

@@ -99,6 +99,23 @@ def overflow_bytes(problem: Problem, strategy: Strategy) -> float:
     return float(np.maximum(memory_used(problem, strategy) - problem.memory_bytes, 0.0).sum())
 
 
+def fill_memory(problem: Problem, room: float) -> Strategy | None:
+    """A strategy with one device a stage that keeps within `room` of every device's memory, or None. It takes the
+    devices by falling memory, since the first stages keep the most micro-batches, and fills each stage in turn; None
+    does not prove that there is none."""
+    S, L = problem.stages, problem.layers
+    devices = np.argsort(-problem.memory_bytes, kind="stable")[:S]
+    waiting = schedule.in_flight(problem.schedule, S, problem.micro_batches)
+    bounds = [0]
+    for s, device in enumerate(devices):
+        need = np.cumsum(problem.static_bytes[bounds[s]:] + waiting[s] * problem.stash_bytes[bounds[s]:])
+        most = int(np.searchsorted(need, problem.memory_bytes[device] * room, side="right"))
+        if most == 0:
+            return None
+        bounds.append(bounds[s] + min(most, L - bounds[s] - (S - s - 1)))  # each later stage needs a layer
+    return Strategy(tuple(bounds[1:-1]), tuple((int(device),) for device in devices)) if bounds[S] == L else None
+
+
 def _evaluate(problem, strategy):
     strategy.check(problem)
     bounds, order, starts = (a[0] for a in encode([strategy], problem.layers, problem.devices))

@@ -1,4 +1,4 @@
-"""Plans that keep within the devices' memory, where speed alone would break it.
+"""Cuts that keep within the devices' memory, where a division of the layers by speed alone would break it.
 
 Symbols: N strategies as `cost.encode` writes them, L layers, K devices, S stages.
 """
@@ -6,49 +6,40 @@ Symbols: N strategies as `cost.encode` writes them, L layers, K devices, S stage
 import numpy as np
 from numba import njit
 
-from . import cost, schedule, simulator
-from .problem import Problem, Strategy
+from . import cost, simulator
+from .problem import Problem
 from .search import layer_work
 
+MOST = 48  # of N that are cut anew, those with the shortest steps: cutting 256 would take milliseconds
 HALVINGS = 6  # of the interval for the ratio in `_fit`, once doubling has found one
 
 
-def fill(problem: Problem, room: float) -> Strategy | None:
-    """A strategy with one device a stage that keeps within `room` of every device's memory, or None. It takes the
-    devices by falling memory, since the first stages keep the most micro-batches, and fills each stage in turn; None
-    does not prove that there is none."""
-    S, L = problem.stages, problem.layers
-    devices = np.argsort(-problem.memory_bytes, kind="stable")[:S]
-    waiting = schedule.in_flight(problem.schedule, S, problem.micro_batches)
-    bounds = [0]
-    for s, device in enumerate(devices):
-        need = np.cumsum(problem.static_bytes[bounds[s]:] + waiting[s] * problem.stash_bytes[bounds[s]:])
-        most = int(np.searchsorted(need, problem.memory_bytes[device] * room, side="right"))
-        if most == 0:
-            return None
-        bounds.append(bounds[s] + min(most, L - bounds[s] - (S - s - 1)))  # each later stage needs a layer
-    return Strategy(tuple(bounds[1:-1]), tuple((int(device),) for device in devices)) if bounds[S] == L else None
-
-
 def fit(problem: Problem, states: tuple, step_s: np.ndarray, overflow: np.ndarray) -> None:
-    """Cut anew, in place, those of the N states (bounds, order, starts) that do not fit though other cuts would, and
-    bring their steps [N] and bytes over memory [N] up to date. The devices stay where they are. Of the cuts that fit,
-    those with the least ratio of any stage's work to what it had before. States whose step is no shorter than one
-    that fits are left alone."""
+    """Cut anew, in place, those of the N states (bounds, order, starts) that do not fit, where cuts are found that do,
+    and bring their steps [N] and bytes over memory [N] up to date. The devices stay where they are.
+
+    The stages are filled one after the other, each as far as its memory and a ratio to the work that it had before
+    allow; the ratio is as small as this finds cuts with. There may be others: where a stage that takes one layer less
+    would spare the next a layer that it cannot hold. Only the MOST with the shortest steps are tried, and none whose
+    step is no shorter than that of one that fits.
+    """
     shortest = step_s[overflow == 0].min(initial=np.inf)
     rows = np.flatnonzero((overflow > 0) & (step_s < shortest))
+    rows = rows[np.argsort(step_s[rows], kind="stable")[:MOST]]
     if len(rows):
         bounds, order, starts = (part[rows] for part in states)
         work = np.concatenate([[0.0], np.cumsum(layer_work(problem.forward_s + problem.backward_s))])
-        _fit(cost.pack(problem), work, bounds, order, starts)
-        states[0][rows] = bounds
-        step_s[rows], overflow[rows] = simulator.step_times(problem, bounds, order, starts)
+        new = _fit(cost.pack(problem), work, bounds, order, starts)
+        rows = rows[new]
+        states[0][rows] = bounds[new]
+        step_s[rows], overflow[rows] = simulator.step_times(problem, *(part[rows] for part in states))
 
 
 @njit(cache=True, error_model="numpy")
 def _fit(p, work, bounds, order, starts):
+    """Write the new bounds; [N] bool, where there are any."""
     N, S = bounds.shape[0], bounds.shape[1] - 1
-    wanted, new = np.empty(S), np.zeros(S + 1, np.int64)
+    found, wanted, new = np.zeros(N, np.bool_), np.empty(S), np.zeros(S + 1, np.int64)
     for n in range(N):
         for s in range(S):
             wanted[s] = work[bounds[n, s + 1]] - work[bounds[n, s]]
@@ -64,7 +55,8 @@ def _fit(p, work, bounds, order, starts):
             else:
                 low = middle
         _fill(p, work, wanted, high, order[n], starts[n], new)
-        bounds[n] = new
+        bounds[n], found[n] = new, True
+    return found
 
 
 @njit(cache=True, error_model="numpy")
@@ -84,7 +76,7 @@ def _fill(p, work, wanted, ratio, order, starts, bounds):
     return bounds[S] == L
 
 
-@njit(cache=True, error_model="numpy")
+@njit(cache=True, error_model="numpy", inline="always")  # a call would copy all of p
 def _holds(p, lo, hi, order, starts, s):
     """Whether these layers as stage s fit into the memory of each of its devices; shares as in `cost.fill_stage`."""
     static = p.static[hi] - p.static[lo]

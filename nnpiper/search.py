@@ -89,7 +89,7 @@ def proportional_state(problem: Problem, devices: np.ndarray, used: int | None =
 
 def proportional_states(problem: Problem, orders: np.ndarray, used: list[int]):
     """(bounds, order, starts) [N, ...] of the proportional states of N orders [N, K] on the first used [N] devices."""
-    starts = np.round(np.linspace(0, used, problem.stages + 1, axis=-1)).astype(np.int64)
+    starts = np.round(np.linspace(0, used, problem.stages + 1, axis=-1)).astype(np.int64, order="C")
     layer_s = problem.forward_s + problem.backward_s  # [L, K]
     place = np.arange(problem.devices)
     speed = np.where(place < starts[:, -1:], device_speed(layer_s)[orders], 0.0)
@@ -198,8 +198,8 @@ def _search(p, ops, blocking, one_f_one_b, M, bounds, order, starts, best_bounds
             continue
         threshold = energy * (1.0 - temperature * math.log(uniform(random)))
         temperature *= cooling
-        new_overflow = _update_stages(p, bounds, order, starts, new_bounds, new_order, new_starts, new_stages, new_share,
-                                      new_over, used, stale)
+        new_overflow = _update_stages(p, bounds, order, starts, new_bounds, new_order, new_starts, new_stages,
+                                      new_share, new_over, used, stale)
         weight = 1.0 + overflow_weight * new_overflow / memory
         # in large groups transfers take longest to work out, and half of the moves are refused without them
         accepted = not groups or step_bound(new_stages, M, blocking, one_f_one_b) * weight <= threshold
@@ -229,7 +229,7 @@ def _search(p, ops, blocking, one_f_one_b, M, bounds, order, starts, best_bounds
 @njit(cache=True, error_model="numpy", inline="always")
 def _update_stages(p, bounds, order, starts, new_bounds, new_order, new_starts, stages, share, over, used, stale):
     """Bring the neighbour's stages up to date where it differs from the state; the transfers that are to be worked out
-    again are stale [S - 1] and 0 until then. Returns its bytes over memory."""
+    again are stale [S] and 0 until then. Returns its bytes over memory."""
     S = starts.shape[0] - 1
     overflow = 0.0
     changed_before = False

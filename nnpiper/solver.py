@@ -25,16 +25,17 @@ MOVES = 6000  # of polish without a budget
 # As many states are polished as the square root of the moves over STARTING x K^2, at least FEWEST_MOVES: both how many
 # there are and how many moves each gets grow with the budget
 STARTING, FEWEST_MOVES = 2.5, 250
-PLAIN = 3  # one in so many is a plain start, since the best samples may all lie in one valley
+PLAIN = 3  # one in so many is a plain start, as long as there are any: the best samples may all lie in one valley
 CHUNK = 500  # moves between two looks at the clock; fewer where one simulation takes long
 CHUNK_OPS = 1 << 21  # that a chunk simulates at most, a few milliseconds
 SAMPLING_PART = 0.25  # of a budget; large problems get fewer samples, at least FEWEST
 FEWEST = 4
 WORTH = 4  # times what FEWEST samples take: in a smaller budget a plain start is polished for the whole of it
-# Temperature of the polish, relative to the step: from HOT / max(K, 12), as more devices need more moves, and with a
-# device a stage from HOT_ALONE / K^3, where every move changes little; twice and half of that were tried at K = 12 to 64
+# Temperature of the polish, relative to the step: from HOT / max(K, 12), as more devices need more moves (twice and
+# half of that were tried at K = 16, 32 and 64); with a device a stage, where every move changes little, from
+# HOT_ALONE / K^3 (tried at K = 12, 16 and 32)
 HOT, HOT_ALONE, COLD = 0.4, 27.0, 0.0005
-HOT_TIGHT = 0.06  # where no sample fits: such a plan, or one that fits by its order of devices, has to be left
+HOT_TIGHT = 0.06  # where no plan fits, or only one that fills the devices by falling memory, which has to be left
 HOPELESS = 1.25  # times the step of the best start: no polish for such a one
 
 
@@ -63,8 +64,8 @@ class NNPiper:
         With budget_s the polish goes on until that many seconds have gone since the call, fewer samples are drawn where
         all of them would use it up, and none where even a few would; without, it makes `moves` moves, and the same seed
         gives the same strategy.
-        Without polish: the best of the network's samples. Where no sample is feasible, the plan that fills the devices
-        by falling memory joins them.
+        Without polish: the best of the network's samples. Where nothing drawn fits, nor a plain start, the plan that
+        fills the devices by falling memory joins them.
 
         pins {layer: device}: the stage with this layer shall run on this device alone. They are wishes that cost much
         to break: `keeps_pins` says whether a strategy keeps them all. most_devices: no more are used. Raises
@@ -74,6 +75,7 @@ class NNPiper:
         if budget_s is not None and not 0 < budget_s < math.inf:
             raise InputError(f"budget_s: {budget_s}; allowed: a positive, finite number of seconds")
         check_wishes(problem, pins, most_devices)
+        most = most_devices or problem.devices
         samples = samples or (SAMPLES if polish else SAMPLES_ALONE)
         if budget_s is not None:
             samples = min(samples, _affordable(problem, budget_s, polish))
@@ -82,14 +84,14 @@ class NNPiper:
         if polish and not (pins and samples):  # of pins plain starts know nothing
             parts.append(plain_starts(problem, rng))
         states, step_s, overflow = _joined(parts)
-        if pins or (most_devices or problem.devices) < problem.devices:
+        if pins or most < problem.devices:
             problem = with_pins(problem, pins or {})
-            _leave_out(problem, states, most_devices or problem.devices)
+            _leave_out(problem, states, most)
             step_s, overflow = simulator.step_times(problem, *states)
+            memory.fit(problem, states, step_s, overflow)
         tight = overflow.min() > 0
         if tight:
-            states, step_s, overflow = _joined([(states, step_s, overflow),
-                                                *_memory_plan(problem, most_devices or problem.devices)])
+            states, step_s, overflow = _joined([(states, step_s, overflow), *_memory_plan(problem)])
         order = np.lexsort((step_s, overflow))
         if not polish:
             return cost.decode(*(a[order[0]] for a in states))
@@ -100,7 +102,7 @@ class NNPiper:
         chosen = _distinct(step_s, [*chosen, *not_drawn, *order], count)
         starts = [tuple(a[n].copy() for a in states) for n in chosen if step_s[n] <= HOPELESS * step_s[chosen[0]]]
         hot = HOT_TIGHT if tight else hottest(problem)
-        best = _polish(Search(problem, most_devices), starts, hot, moves, deadline, rng)
+        best = _polish(Search(problem, most), starts, hot, moves, deadline, rng)
         return without_replicas(cost.decode(*best), problem.layers, pins or {})
 
     def sample(self, problem: Problem, samples: int, seed: int):
@@ -190,10 +192,10 @@ def _affordable(problem, budget_s, polish):
     return max(int(min((1e3 * part * budget_s - fixed_ms) / each_ms, 1e6)), FEWEST)
 
 
-def _memory_plan(problem, most_devices):
-    """Nothing, or the feasible plan of `memory.fill` with the most room left, as `NNPiper.sample` returns samples."""
-    plan = next(filter(None, (memory.fill(problem, room) for room in (0.8, 0.9, 0.95, 1.0))), None)
-    if plan is None or sum(map(len, plan.groups)) > most_devices:
+def _memory_plan(problem):
+    """Nothing, or the plan of `cost.fill_memory` with the most room left, as `NNPiper.sample` returns samples."""
+    plan = next(filter(None, (cost.fill_memory(problem, room) for room in (0.8, 0.9, 0.95, 1.0))), None)
+    if plan is None:
         return []
     states = cost.encode([plan], problem.layers, problem.devices)
     return [(states, *simulator.step_times(problem, *states))]

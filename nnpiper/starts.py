@@ -21,7 +21,7 @@ def best_start(problem: Problem, rng: np.random.Generator) -> tuple[np.ndarray, 
 def plain_starts(problem: Problem, rng: np.random.Generator) -> tuple[tuple, np.ndarray, np.ndarray]:
     """The best state on all devices, on one a stage, and on a number between, since slow links may leave most of them
     idle: (bounds, order, starts) as `cost.encode` writes them, steps in s and bytes over memory, the best first. Each
-    is the best of the proportional states of nine orders, cut to fit into memory where they can be: devices by rising
+    is the best of the proportional states of nine orders, cut to fit by `memory.fit`: devices by rising
     speed (the slowest gets the first layers, which are light in a transformer), by falling memory (the first stages
     keep the most micro-batches), in random order, and as `_chains` from the fastest device, forwards and backwards, and
     from some others."""

@@ -39,7 +39,8 @@ from .search import Search, device_speed, layer_work, random_state, restarts
 from .starts import best_start
 
 LOG_FIELDS = ["step", "minutes", "loss", "gap_greedy", "gap_best", "gap_groups_greedy", "gap_groups_best"]
-GROWTH = (0.5, 1), (0.8, 2), (1.0, 4)  # until which part of the steps a growing contrast has so many times the groupings
+# until which part of the steps a growing contrast has how many times the groupings
+GROWTH = (0.5, 1), (0.8, 2), (1.0, 4)
 POLISHED, IMITATED = (0.02, 5e-4), (0.1, 5e-4)  # temperatures, relative to the step: of a good plan, of a plain one
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from hostile import Case
 from instances import random_problem
 
-from nnpiper import cli, cluster, cluster_file, cost, memory, plan_file, planning, simulator
+from nnpiper import cli, cluster, cluster_file, cost, plan_file, planning, simulator
 from nnpiper.baselines import PLANNERS
 from nnpiper.measured import MeasuredChain
 from nnpiper.paths import DATA
@@ -223,7 +223,7 @@ def _check_nothing_fits(words, given):
     for S in range(1, min(asked.devices, workload.layers) + 1) if stages == "auto" else [int(stages)]:
         schedule = given.get("--schedule", "auto").replace("auto", "1f1b")  # which keeps the fewer micro-batches
         problem = cluster.problem(workload, asked, S, _integer(given["--micro-batches"]), schedule)
-        assert memory.fill(problem, 1.0) is None, f"a plan of {S} stages fits"
+        assert cost.fill_memory(problem, 1.0) is None, f"a plan of {S} stages fits"
 
 
 def _integer(text):
@@ -241,7 +241,7 @@ def _solve(words, code, out):
         problem = Problem.from_file(answer["file"])
         _check_plan(problem, _strategy(answer), answer["feasible"], answer["step_s"])
         if answer["planner"] == "nnpiper" and not answer["feasible"]:
-            assert memory.fill(problem, 1.0) is None
+            assert cost.fill_memory(problem, 1.0) is None
     assert (code == 3) == any(not answer["feasible"] for answer in answers)
 
 

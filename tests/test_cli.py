@@ -254,7 +254,8 @@ def test_train_hands_its_options_on(tmp_path, monkeypatch, capsys):
     code, out, _ = run(capsys, "train", "--steps", 5, "--seed", 3, "--out", tmp_path / "run")
     assert code == 0 and out == f"wrote {tmp_path / 'run' / 'nnpiper.pt'}\n"
     assert calls == [(tmp_path / "run", vcta.Recipe(steps=5, seed=3))]
-    for recipe in (vcta.Recipe(steps=4, groupings=6, learning_rate=1 / 3000), vcta.Recipe(seed=2, start="a b/c.pt", grows=True)):
+    for recipe in (vcta.Recipe(steps=4, groupings=6, learning_rate=1 / 3000),
+                   vcta.Recipe(seed=2, start="a b/c.pt", grows=True)):
         assert run(capsys, *shlex.split(vcta.command(recipe))[1:])[0] == 0
         assert calls[-1][1] == recipe
     monkeypatch.setenv("RANK", "1")

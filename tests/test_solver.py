@@ -329,7 +329,7 @@ def test_how_many_starts_so_many_moves_are_for():
     assert [of(16, 640 * n) for n in (1, 4, 9, 100)] == [1, 2, 3, 10]  # 2.5 x 16^2
 
 
-@pytest.mark.parametrize("wishes", [{}, {"most_devices": 3}, {"pins": {0: 1}}])
+@pytest.mark.parametrize("wishes", [{}, {"most_devices": 3}, {"most_devices": 2}, {"pins": {0: 1}}])
 def test_which_starts_are_polished(piper, monkeypatch, wishes):
     """The best start there is comes first, and a third of six are plain ones, but for pins, of which these know
     nothing."""
@@ -343,8 +343,9 @@ def test_which_starts_are_polished(piper, monkeypatch, wishes):
     steps = [simulator.step_time(problem, cost.decode(*state)) for state in seen]
     assert len(seen) == len(set(steps)) <= 6
     assert all(state[2][-1] <= wishes.get("most_devices", 4) for state in seen)
+    if "pins" in wishes:
+        assert known.isdisjoint(steps)
     if not wishes:
         assert steps[0] == min(steps) and sum(step in known for step in steps) >= 2
         monkeypatch.setattr(solver, "FEWEST_MOVES", 10**6)
         assert piper.solve(problem, moves=6000) == cost.decode(*seen[0])  # one start: the best of all, whoever made it
-

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from instances import random_problem
 
-from nnpiper import cost, memory, simulator, testset
+from nnpiper import cost, simulator, testset
 from nnpiper.baselines import anneal
 from nnpiper.cluster import ENVIRONMENTS, has_room, sample_problem
 from nnpiper.problem import SCHEDULES, TRANSFERS
@@ -84,4 +84,4 @@ def test_where_memory_binds_the_best_plan_without_limits_does_not_fit(environmen
     free = bound.replace(memory_bytes=np.full(6, 1e30))
     best = anneal.solve(free, seed=1, runs=1, moves=20_000)
     assert cost.overflow_bytes(bound, best) > 0
-    assert cost.overflow_bytes(bound, memory.fill(bound, testset.TIGHT)) == 0
+    assert cost.overflow_bytes(bound, cost.fill_memory(bound, testset.TIGHT)) == 0

@@ -31,6 +31,8 @@ def solve(problem: Problem, seed: int = 0, runs: int = 4, moves: int = 60_000,
     if not budget_s:
         return cost.decode(*restarts(problem, runs, moves, (HOT, COLD), rng)[0])
     search, state, K = Search(problem), best_start(problem, rng), problem.devices
-    hot = min(HOT_IN_BUDGET / K, HOTTEST_IN_BUDGET, HOT_ALONE / K**3 if problem.stages == K else np.inf)
+    hot = min(HOT_IN_BUDGET / K, HOTTEST_IN_BUDGET)
+    if problem.stages == K:
+        hot = max(min(hot, HOT_ALONE / K**3), COLD)
     cooling = chunks(hot, COLD, begin + budget_s, CHUNK)
     return cost.decode(*search.anneal(state, cooling, random_state(rng))[0])

@@ -56,7 +56,6 @@ BASE = Size()
 LAYERS, MICRO_BATCHES = (16, 25, 50, 100, 200), (8, 16, 32, 64, 128, 256)
 PART_SIZES = (*_sweep(BASE, "devices", (8, 16, 24, 32, 48, 64)), *_sweep(BASE, "stages", (2, 4, 8, 12, 16)),
               *_sweep(BASE, "layers", LAYERS), *_sweep(BASE, "micro_batches", MICRO_BATCHES))
-MEMORY_SIZES = (*_sweep(BASE, "devices", (8, 16, 24, 32, 48, 64)), *_sweep(BASE, "layers", (25, 50, 100, 200)))
 # the bound's program numbers sets of devices, so fewer of them: one device a stage, and groups where stages change
 BOUND_BASE = Size(devices=8, stages=8)
 BOUND_SIZES = (*(("devices", Size(K, K)) for K in (4, 5, 6, 7, 8, 9, 10)),
@@ -138,8 +137,8 @@ def peak_memories(sizes: Iterable[Size], checkpoint: Path) -> list[float]:
 
 def _peak_mb(size, checkpoint):
     network = piper(checkpoint)
-    network.sample(Size(4, 4, 8, 4).problem(0), SAMPLES, 0)
-    problem = size.problem(0)
+    problem, other = size.problem(0), Size(4, 4, 8, 4).problem(0)
+    network.sample(other.replace(memory_bytes=other.memory_bytes / 1e6), SAMPLES, 0)  # what makes plans fit loads too
     ctypes.CDLL(None).malloc_trim(0)  # what is free already goes back, or else it would not be seen when it is used
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # VmHWM starts anew from here

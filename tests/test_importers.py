@@ -9,15 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nnpiper import cost, importers, simulator
+from nnpiper import cost, importers, measured_profiles, simulator
 from nnpiper.measured import MeasuredChain, crossing_bytes, order
 from nnpiper.problem import InputError
 from nnpiper.solver import NNPiper
 
-SAMPLES = Path(__file__).resolve().parents[2] / "shared" / "profiles"
+SAMPLES = measured_profiles.FOLDER
 needs_samples = pytest.mark.skipif(not SAMPLES.is_dir(), reason="no folder shared/profiles beside the repository")
-GRAPHS = ("pipedream/gnmt.graph.txt", "pipedream/vgg16.graph.txt", "dapple/bert-24-pbs-6.txt",
-          "dapple/bert-48-pbs-2.txt", "dapple/gnmt-16-pbs-64.txt", "dapple/vgg-19-pbs-32.txt")
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +84,7 @@ def test_a_long_chain_and_a_wide_star_are_quick():
 
 
 @needs_samples
-@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("name", measured_profiles.GRAPHS)
 def test_pipedream_totals(name, solve):
     path = SAMPLES / name
     text = path.read_text()

@@ -61,8 +61,8 @@ def _gap(task, checkpoint, seeds):
     row = {"profile": name, "stages": problem.stages, "schedule": problem.schedule, "transfers": problem.transfers}
     for part, polish in (("nnpiper", True), ("network", False)):
         plans = [judge(problem, piper(checkpoint).solve(problem, seed=seed, polish=polish)) for seed in range(seeds)]
-        row[f"{part} [%]"] = 100 * np.mean([plan["step_s"] / best_s - 1 if plan["feasible"] else np.nan
-                                            for plan in plans])
+        over = [plan["step_s"] / best_s - 1 if plan["feasible"] else np.nan for plan in plans]
+        row[f"{part} [%]"] = round(100 * float(np.mean(over)), 6)
     return row
 
 

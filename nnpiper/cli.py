@@ -217,8 +217,8 @@ def _planner(name, budget_ms, seed):
     from .baselines import PLANNERS as baselines
     from .comparison import small
     if name == "anneal":
-        run = functools.partial(baselines[name], seed=seed, budget_s=budget_s)
-        return lambda problem: run(problem, moves=1, **({"budget_s": 1e-3} if budget_s else {})), run
+        prepare = functools.partial(baselines[name], seed=seed, moves=1, budget_s=budget_s and 1e-3)
+        return prepare, functools.partial(baselines[name], seed=seed, budget_s=budget_s)
     if name == "exact":
         return lambda problem: baselines[name](small(problem)), baselines[name]
     return baselines[name], baselines[name]

@@ -14,23 +14,23 @@ import pandas as pd
 from . import baselines, importers
 from .experiments import each, judge, piper
 from .measured import MeasuredChain
-from .paths import CHECKPOINT, DATA, ROOT
+from .paths import CHECKPOINT, DATA, PROFILES
 from .problem import SCHEDULES, TRANSFERS, Problem, write_text
 from .report import csv_text
 
-FOLDER = ROOT.parent / "shared" / "profiles"
+FOLDER = PROFILES
 SHIPPED = DATA / "measured_gaps.csv"
 GRAPHS = ("pipedream/gnmt.graph.txt", "pipedream/vgg16.graph.txt", "dapple/bert-24-pbs-6.txt",
           "dapple/bert-48-pbs-2.txt", "dapple/gnmt-16-pbs-64.txt", "dapple/vgg-19-pbs-32.txt")
 SEEDS = 4  # of the solver: one tells little
 
 
-def chains(folder: Path = FOLDER) -> dict[str, MeasuredChain]:
+def chains() -> dict[str, MeasuredChain]:
     """Each measured chain by name. Raises InputError where a file is missing or not what it should be."""
-    sailor = folder / "sailor"
+    sailor = FOLDER / "sailor"
     files = {path.stem: path for path in sorted((sailor / "profiles/OPT-350").glob("*.json"))}
-    return {**{name: importers.pipedream({"V100": folder / name}) for name in GRAPHS},
-            "piper/bert32": importers.piper({"A100": folder / "piper/bert32a100.json"}),
+    return {**{name: importers.pipedream({"V100": FOLDER / name}) for name in GRAPHS},
+            "piper/bert32": importers.piper({"A100": FOLDER / "piper/bert32a100.json"}),
             "sailor/OPT-350": importers.sailor(files, sailor / "llm_info.json", "OPT-350", 1)}
 
 
@@ -49,18 +49,18 @@ def problems(measured: dict[str, MeasuredChain]) -> Iterator[tuple[str, Problem]
                                       transfers=TRANSFERS[int(rng.integers(2))])
 
 
-def gaps(checkpoint: Path = CHECKPOINT, seeds: int = SEEDS) -> pd.DataFrame:
+def gaps(checkpoint: Path = CHECKPOINT) -> pd.DataFrame:
     """A row a problem: profile, stages, schedule, transfers, and in % over long annealing NNPiper in the fixed setting
-    and its network alone, means over the solver's seeds; NaN where a plan does not fit."""
-    return pd.DataFrame(list(each(partial(_gap, checkpoint=checkpoint, seeds=seeds), list(problems(chains())))))
+    and its network alone, means over SEEDS of the solver; NaN where a plan does not fit."""
+    return pd.DataFrame(list(each(partial(_gap, checkpoint=checkpoint), list(problems(chains())))))
 
 
-def _gap(task, checkpoint, seeds):
+def _gap(task, checkpoint):
     name, problem = task
     best_s = judge(problem, baselines.anneal.solve(problem))["step_s"]
     row = {"profile": name, "stages": problem.stages, "schedule": problem.schedule, "transfers": problem.transfers}
     for part, polish in (("nnpiper", True), ("network", False)):
-        plans = [judge(problem, piper(checkpoint).solve(problem, seed=seed, polish=polish)) for seed in range(seeds)]
+        plans = [judge(problem, piper(checkpoint).solve(problem, seed=seed, polish=polish)) for seed in range(SEEDS)]
         over = [plan["step_s"] / best_s - 1 if plan["feasible"] else np.nan for plan in plans]
         row[f"{part} [%]"] = round(100 * float(np.mean(over)), 6)
     return row

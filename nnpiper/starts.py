@@ -32,7 +32,7 @@ def plain_starts(problem: Problem, rng: np.random.Generator) -> tuple[tuple, np.
     by_speed = np.argsort(-whole_s, kind="stable")
     others = np.argsort(-problem.memory_bytes, kind="stable"), rng.permutation(K), *chains
     orders = np.stack([order for used in numbers for order in (
-        _turned(by_speed, K - used), np.concatenate([chains[0, :used][::-1], chains[0, used:]]), *others)])
+        np.roll(by_speed, used), np.concatenate([chains[0, :used][::-1], chains[0, used:]]), *others)])
     states = proportional_states(problem, orders, np.repeat(numbers, len(orders) // len(numbers)))
     step_s, overflow = simulator.step_times(problem, *states)
     memory.fit(problem, states, step_s, overflow)
@@ -46,11 +46,6 @@ def used_devices(problem: Problem) -> list[int]:
     """How many devices plain starts use: one a stage, all, and the geometric mean of both."""
     K, S = problem.devices, problem.stages
     return sorted({S, round((K * S) ** 0.5), K})
-
-
-def _turned(order, count):
-    """The first `count` devices come last."""
-    return np.concatenate([order[count:], order[:count]])
 
 
 @njit(cache=True)

@@ -36,14 +36,14 @@ from pydantic import BaseModel, Field
 
 from .. import cost, importers
 from ..cost import StageArrays
-from ..paths import DATA, ROOT
+from ..paths import DATA, PROFILES
 from ..problem import InputError, Problem, Strategy, read_json, write_text
 from ..profile_formats import SailorProfile
 from ..report import csv_text
 from ..schedule import B, F, stage_order
 from ..simulator import simulate
 
-FOLDER = ROOT.parent / "shared" / "profiles" / "sailor"
+FOLDER = PROFILES / "sailor"
 SHIPPED = DATA / "engine" / "published_steps.csv"
 SOURCE = "github.com/eth-easl/sailor, commit cf2c8e3, MIT licence"
 MODEL = "OPT-350"

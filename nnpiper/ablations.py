@@ -21,7 +21,7 @@ from . import baselines, vcta
 from .checkpoint import card_path
 from .experiments import each, judge, piper
 from .network import Network, Size
-from .problem import write_text
+from .problem import InputError, write_text
 from .report import csv_text, progress
 from .testset import TRIAL, Trial, trials
 
@@ -35,6 +35,7 @@ CHANGES = {
     "contrast 4 x 2": {"groupings": 4, "divisions": 2},
     "contrast 16 x 8": {"groupings": 16, "divisions": 8},
     "contrast 32 x 8": {"groupings": 32, "divisions": 8},
+    "contrast grows": {"grows": True},
     "with polished pairs": {"polish": 1_000},
     "half as wide": {"size": Size(width=32, stage_width=16)},
     "twice as wide": {"size": Size(width=128, stage_width=64)},
@@ -64,7 +65,7 @@ def steps_in(name: str, seconds: float, timed: int = TIMED_STEPS) -> int:
     """How many training steps of an ablation take so many seconds of CPU time."""
     recipe = vcta.Recipe(steps=timed, **CHANGES[name])
     network = Network(recipe.size, recipe.blind)
-    vcta.contrast_step(network, recipe, timed).backward()  # compiles
+    vcta.contrast_step(network, recipe, 0).backward()  # compiles
     begin = time.process_time()
     for step in range(timed):
         vcta.contrast_step(network, recipe, step).backward()
@@ -116,14 +117,11 @@ def _steps(card):
 def study(out: Path, seconds: float, seeds: int, names: tuple[str, ...] = tuple(CHANGES),
           sizes: tuple[tuple[int, int], ...] = SIZES) -> pd.DataFrame:
     """Train each ablation `seeds` times for so many seconds of CPU time and judge all networks on the development set.
-    Trainings that are finished in the folder `out` are not made again. Writes out/steps.csv and out/ablations.csv, the
-    rows of `judged` with the reference's step in s as reference_s."""
+    Trainings that are finished in the folder `out` are not made again. Writes out/steps.csv and, of these names,
+    out/ablations.csv: the rows of `judged` with the reference's step in s as reference_s. Raises InputError where the
+    folder is of trainings of another length."""
     out.mkdir(parents=True, exist_ok=True)
-    chosen = out / "steps.csv"
-    if not chosen.exists():
-        steps = [next(each(partial(steps_in, seconds=seconds), [name])) for name in names]
-        write_text(chosen, csv_text(pd.DataFrame({"ablation": names, "steps": steps, "cpu_seconds": seconds})))
-    steps = pd.read_csv(chosen).set_index("ablation")["steps"]
+    steps = _steps_of(out / "steps.csv", seconds, names)
     trainings = [Training(name, seed, int(steps[name]), out / f"{name.replace(' ', '-')}-{seed}")
                  for seed in range(seeds) for name in names]
     list(progress(each(train, trainings, least=1), "trainings", len(trainings)))
@@ -134,6 +132,21 @@ def study(out: Path, seconds: float, seeds: int, names: tuple[str, ...] = tuple(
     rows["reference_s"] = np.tile(best, len(trainings))
     write_text(out / "ablations.csv", csv_text(rows))
     return rows
+
+
+def _steps_of(path, seconds, names):
+    """Steps of each name as the file says; those that it lacks are measured and added."""
+    columns = ["ablation", "steps", "cpu_seconds"]
+    known = pd.read_csv(path) if path.exists() else pd.DataFrame(columns=columns)
+    for other in known["cpu_seconds"]:
+        if other != seconds:
+            raise InputError(f"{path}: cpu_seconds: {other:g}; allowed: {seconds:g}, as asked for, or another folder")
+    new = [(name, next(each(partial(steps_in, seconds=seconds), [name])), seconds)
+           for name in names if name not in set(known["ablation"])]
+    if new:
+        known = pd.DataFrame([*known[columns].itertuples(index=False, name=None), *new], columns=columns)
+        write_text(path, csv_text(known))
+    return known.set_index("ablation")["steps"]
 
 
 def summary(rows: pd.DataFrame) -> pd.DataFrame:

@@ -59,31 +59,49 @@ def own_paths(F, B, around, channel, n, M, two, three):
 def extend(rest, F, B, ahead, back, all_reduce, n, M, one_f_one_b, out):
     """Put a stage before an end with label `rest`: write the label of both to out, return its V. ahead, back: transfers
     over the boundary behind the stage, beside compute; with blocking transfers 0, as F and B hold the sends."""
-    u, c, channel = F + B, ahead + back, max(ahead, back)
-    around = u + c + rest[0]
-    out[0] = around
     if not one_f_one_b:
-        out[1], out[3] = max(rest[1], F, ahead), max(rest[3], B, back)
-        out[2] = max(around + (M - 1) * out[3] + all_reduce, F + ahead + rest[2])
-        return around + (M - 1) * (out[1] + out[3])
-    two = three = 0.0
-    if out.shape[0] > 4:
-        two, three = u + c + rest[4], u + c + rest[5]
-        out[4], out[5] = u, two
-    own, until_last_forward = own_paths(F, B, around, channel, n, M, two, three)
-    v = max(own, u + c + rest[1])
-    out[1] = v
-    out[2] = max(v + all_reduce, F + ahead + rest[2], until_last_forward + ahead + rest[3])
-    out[3] = max(around + all_reduce, F + ahead + rest[3])
-    return v
+        out[0], out[1], out[2], out[3] = _extend_gpipe(rest[0], rest[1], rest[2], rest[3], F, B, ahead, back,
+                                                       all_reduce, M)
+        return out[0] + (M - 1) * (out[1] + out[3])
+    ways = out.shape[0] > 4
+    two, three = (rest[4], rest[5]) if ways else (0.0, 0.0)
+    out[0], out[1], out[2], out[3], two, three = _extend_1f1b(rest[0], rest[1], rest[2], rest[3], two, three, F, B,
+                                                              ahead, back, all_reduce, n, M, ways)
+    if ways:
+        out[4], out[5] = two, three
+    return out[1]
+
+
+@njit(cache=True, inline="always")
+def _extend_gpipe(around, forward, finish, backward, F, B, ahead, back, all_reduce, M):
+    """`extend` with the parts of a label as numbers: R, max F, A, max B."""
+    around += F + B + ahead + back
+    backward = max(backward, B, back)
+    finish = max(around + (M - 1) * backward + all_reduce, F + ahead + finish)
+    return around, max(forward, F, ahead), finish, backward
+
+
+@njit(cache=True, inline="always")
+def _extend_1f1b(around, v, finish, last, two, three, F, B, ahead, back, all_reduce, n, M, ways):
+    """`extend` with the parts of a label as numbers: R, V, A, E, w(1), w(2); w are 0 unless `ways`."""
+    u, c = F + B, ahead + back
+    around += u + c
+    two, three = (u + c + two, u + c + three) if ways else (0.0, 0.0)
+    own, until_last_forward = own_paths(F, B, around, max(ahead, back), n, M, two, three)
+    v = max(own, u + c + v)
+    finish = max(v + all_reduce, F + ahead + finish, until_last_forward + ahead + last)
+    return around, v, finish, max(around + all_reduce, F + ahead + last), u if ways else 0.0, two
 
 
 @njit(cache=True)
 def value(label, M, one_f_one_b):
     """The longest path of a label, s."""
-    if one_f_one_b:
-        return max(label[1], label[2])
-    return max(label[0] + (M - 1) * label[3], label[2]) + (M - 1) * label[1]
+    return _value(label[0], label[1], label[2], label[3], M, one_f_one_b)
+
+
+@njit(cache=True, inline="always")
+def _value(a, b, c, d, M, one_f_one_b):
+    return max(b, c) if one_f_one_b else max(a + (M - 1) * d, c) + (M - 1) * b
 
 
 @njit(cache=True)
@@ -93,10 +111,13 @@ def label_parts(blocking, one_f_one_b):
 
 
 @njit(cache=True)
-def longest_path(stages, s, ahead, back, M, blocking, one_f_one_b, labels):
-    """The longest path of a pipeline in s: the stages 0 .. s of stage arrays [5, S] before an end with label labels[0]
-    (0 where s is the last stage), with the transfers ahead and back to it. labels [2, parts] is scratch."""
-    S, at = stages.shape[1], 0
+def longest_path(stages, s, ahead, back, M, blocking, one_f_one_b, rest):
+    """The longest path of a pipeline in s: the stages 0 .. s of stage arrays [5, S] before an end with label `rest`
+    (0 where s is the last stage), with the transfers ahead and back to it."""
+    # a, b, c, d: the parts of a label in their order
+    S, ways = stages.shape[1], rest.shape[0] > 4
+    a, b, c, d = rest[0], rest[1], rest[2], rest[3]
+    two, three = (rest[4], rest[5]) if ways else (0.0, 0.0)
     for t in range(s, -1, -1):
         F, B = stages[FORWARD, t], stages[BACKWARD, t]
         if t < s:
@@ -104,6 +125,9 @@ def longest_path(stages, s, ahead, back, M, blocking, one_f_one_b, labels):
         if blocking:
             F, B = F + ahead, B + (stages[SEND_BACKWARD, t - 1] if t > 0 else 0.0)
             ahead = back = 0.0
-        extend(labels[at], F, B, ahead, back, stages[ALL_REDUCE, t], S - t, M, one_f_one_b, labels[1 - at])
-        at = 1 - at
-    return value(labels[at], M, one_f_one_b)
+        if one_f_one_b:
+            a, b, c, d, two, three = _extend_1f1b(a, b, c, d, two, three, F, B, ahead, back, stages[ALL_REDUCE, t],
+                                                  S - t, M, ways)
+        else:
+            a, b, c, d = _extend_gpipe(a, b, c, d, F, B, ahead, back, stages[ALL_REDUCE, t], M)
+    return _value(a, b, c, d, M, one_f_one_b)

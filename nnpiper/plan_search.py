@@ -19,7 +19,7 @@ from .problem import (MAX_MICRO_BATCHES, MAX_VALUE, SCHEDULES, TRANSFERS, InputE
                       check_choice)
 from .schedule import in_flight
 from .search import Search, random_state
-from .solver import COLD, NNPiper, hottest, keeps_pins, with_pins, without_replicas
+from .solver import NNPiper, keeps_pins, polishing, with_pins, without_replicas
 from .workload import MAX_MICRO_BATCH_SIZE, MODELS, Model, Workload, chain, check_count, find
 
 OBJECTIVES = ("throughput", "latency")
@@ -191,7 +191,7 @@ class Task:
         missing memory against time, which may lead it away from the best plans where memories are very unequal."""
         search = Search(with_pins(problem, self.pins) if self.pins else problem, most, MEMORY_FIRST)
         state = tuple(a[0] for a in cost.encode([strategy], problem.layers, problem.devices))
-        best, _, _ = search.run(state, moves, (hottest(problem), COLD), random_state(np.random.default_rng(self.seed)))
+        best, _, _ = search.run(state, moves, polishing(problem), random_state(np.random.default_rng(self.seed)))
         best = without_replicas(cost.decode(*best), problem.layers, self.pins)
         return best if keeps_pins(best, problem.layers, self.pins) else strategy
 

@@ -13,7 +13,7 @@ from numba import njit
 
 from .kernels import dense
 from .readings import STATE_FEATURES, read_state
-from .search import uniform
+from .xorshift import uniform
 
 
 class Partial(NamedTuple):

@@ -24,7 +24,7 @@ from .experiments import MAX_WORKERS, Case, piper
 from .problem import Problem
 from .provenance import usable_cores
 from .search import Search, proportional_state, random_state
-from .solver import COLD, SAMPLES, hottest
+from .solver import SAMPLES, polishing
 
 SIZE_NAMES = {"devices": "K", "stages": "S", "layers": "L", "micro_batches": "M"}
 PARTS = ("one simulation", "one move", "sampling", "solve")
@@ -121,7 +121,7 @@ def _moves(problem, number):
 
     def work():
         state = proportional_state(problem, np.arange(problem.devices))
-        search.run(state, TIMED_MOVES, (hottest(problem), COLD), random_state(np.random.default_rng(number)))
+        search.run(state, TIMED_MOVES, polishing(problem), random_state(np.random.default_rng(number)))
 
     return work, TIMED_MOVES
 

@@ -12,7 +12,7 @@ import numpy as np
 from . import checkpoint, cost, memory, simulator
 from .batch import Batch
 from .compiled import Compiled
-from .cooling import chunks
+from .cooling import chunks, temperatures
 from .network import Network
 from .problem import MAX_VALUE, InputError, Problem, Strategy
 from .search import Search, best_of, device_speed, random_state
@@ -31,10 +31,9 @@ CHUNK_OPS = 1 << 21  # that a chunk simulates at most, a few milliseconds
 SAMPLING_PART = 0.25  # of a budget; large problems get fewer samples, at least FEWEST
 FEWEST = 4
 WORTH = 4  # times what FEWEST samples take: in a smaller budget a plain start is polished for the whole of it
-# Temperature of the polish, relative to the step: from HOT / max(K, 12), as more devices need more moves (twice and
-# half of that were tried at K = 16, 32 and 64); with a device a stage, where every move changes little, from
-# HOT_ALONE / K^3 (tried at K = 12, 16 and 32)
-HOT, HOT_ALONE, COLD = 0.4, 27.0, 0.0005
+# Temperatures of the polish, as `cooling.temperatures` takes them (twice and half of HOT were tried at K = 16, 32 and
+# 64; HOT_ALONE and how far it falls at K = 12, 16 and 32)
+HOT, HOTTEST, HOT_ALONE, COLD = 0.4, 0.4 / 12, 27.0, 0.0005
 HOT_TIGHT = 0.06  # where no plan fits, or only one that fills the devices by falling memory, which has to be left
 HOPELESS = 1.25  # times the step of the best start: no polish for such a one
 
@@ -101,8 +100,8 @@ class NNPiper:
         not_drawn = order[order >= samples * DIVISIONS]
         chosen = _distinct(step_s, [*chosen, *not_drawn, *order], count)
         starts = [tuple(a[n].copy() for a in states) for n in chosen if step_s[n] <= HOPELESS * step_s[chosen[0]]]
-        hot = HOT_TIGHT if tight else hottest(problem)
-        best = _polish(Search(problem, most), starts, hot, moves, deadline, rng)
+        span = (HOT_TIGHT, COLD) if tight else polishing(problem)
+        best = _polish(Search(problem, most), starts, span, moves, deadline, rng)
         return without_replicas(cost.decode(*best), problem.layers, pins or {})
 
     def sample(self, problem: Problem, samples: int, seed: int):
@@ -159,11 +158,9 @@ def without_replicas(strategy: Strategy, layers: int, pins: dict[int, int]) -> S
     return Strategy(strategy.cuts, tuple(groups))
 
 
-def hottest(problem: Problem) -> float:
-    """The temperature from which good plans of this problem are polished."""
-    K = problem.devices
-    hot = HOT / max(K, 12)
-    return hot if problem.stages < K else max(min(hot, HOT_ALONE / K**3), COLD)
+def polishing(problem: Problem) -> tuple[float, float]:
+    """The first and the last temperature with which good plans of this problem are polished."""
+    return temperatures(problem, HOT, HOTTEST, HOT_ALONE, COLD)
 
 
 def _leave_out(problem, states, most_devices):
@@ -226,14 +223,15 @@ def _distinct(step_s, order, count):
     return chosen
 
 
-def _polish(search, starts, hot, moves, deadline, rng):
-    """Anneal from each start for an equal part of the moves (or of the time), from hot to COLD."""
+def _polish(search, starts, span, moves, deadline, rng):
+    """Anneal from each start for an equal part of the moves (or of the time), from the first to the last temperature of
+    the span."""
     seed = random_state(rng)
     chunk = max(min(CHUNK, CHUNK_OPS // len(search.ops)), 1)
     found = []
     for i, state in enumerate(starts):
         now = time.perf_counter()
-        part = ([((hot, COLD), moves // len(starts))] if deadline is None
-                else chunks(hot, COLD, now + (deadline - now) / (len(starts) - i), chunk))
+        part = ([(span, moves // len(starts))] if deadline is None
+                else chunks(*span, now + (deadline - now) / (len(starts) - i), chunk))
         found.append(search.anneal(state, part, seed))
     return best_of(found)[0]

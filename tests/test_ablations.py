@@ -11,6 +11,7 @@ from nnpiper import ablations, checkpoint, vcta
 from nnpiper.ablations import CHANGES, Training
 from nnpiper.network import Network
 from nnpiper.paths import DATA
+from nnpiper.problem import InputError
 
 
 def test_each_change_is_one_of_the_recipe_and_each_is_asked_about_once():
@@ -19,10 +20,14 @@ def test_each_change_is_one_of_the_recipe_and_each_is_asked_about_once():
         assert set(change) <= set(vars(shipped)) and (vcta.Recipe(**change) == shipped) == (name == "as shipped")
 
 
-def test_the_shipped_study_is_of_these_changes_with_three_seeds():
-    rows = pd.read_csv(DATA / "ablations.csv")
+@pytest.mark.parametrize("name, kinds", [
+    ("ablations.csv", set(CHANGES) - {"contrast grows"}),
+    ("ablations_longer.csv", {"as shipped", "best against spread", "self-labelling", "policy gradient", "contrast grows",
+                              "one layer"})])
+def test_the_shipped_studies_are_of_three_seeds(name, kinds):
+    rows = pd.read_csv(DATA / name)
     counts = rows.groupby("ablation").agg({"seed": "nunique", "steps": "nunique"})
-    assert set(counts.index) == set(CHANGES) and (counts["seed"] == 3).all() and (counts["steps"] == 1).all()
+    assert set(counts.index) == kinds and (counts["seed"] == 3).all() and (counts["steps"] == 1).all()
     assert (rows.groupby(["ablation", "seed"]).size() == 20 * len(ablations.SIZES)).all()
 
 
@@ -40,6 +45,14 @@ def test_steps_share_the_time_by_what_a_step_costs(monkeypatch):
     assert ablations.steps_in("with polished pairs", 60.0) == 30
 
 
+def test_the_steps_of_a_growing_contrast_are_timed_in_their_shares(monkeypatch):
+    seen = []
+    monkeypatch.setattr(ablations.vcta, "contrast_step", lambda network, recipe, number: (
+        seen.append(recipe.groupings_at(number)), next(network.parameters()).sum())[1])
+    ablations.steps_in("contrast grows", 1.0, timed=20)
+    assert [seen[1:].count(groupings) for groupings in (8, 16, 32)] == [10, 6, 4]
+
+
 def test_a_study_trains_judges_and_is_not_made_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(ablations, "steps_in", lambda name, seconds: 2)
     monkeypatch.setattr(ablations, "REFERENCE", dict(runs=1, moves=2_000))
@@ -55,6 +68,18 @@ def test_a_study_trains_judges_and_is_not_made_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(vcta, "contrast_step", lambda *_: pytest.fail("trained again"))
     again = ablations.study(tmp_path, 1.0, 2, names, sizes=((4, 2),))
     pd.testing.assert_frame_equal(rows, again)
+    with pytest.raises(InputError, match="steps.csv: cpu_seconds: 1; allowed: 2"):
+        ablations.study(tmp_path, 2.0, 2, names)
+
+
+def test_a_study_goes_on_with_other_names(tmp_path, monkeypatch):
+    counts = {"as shipped": 7, "one layer": 9, "contrast grows": 4}
+    monkeypatch.setattr(ablations, "steps_in", lambda name, seconds: counts[name])
+    path = tmp_path / "steps.csv"
+    assert ablations._steps_of(path, 1.0, ("as shipped",)).to_dict() == {"as shipped": 7}
+    counts["as shipped"] = 70  # measured once
+    assert ablations._steps_of(path, 1.0, ("one layer", "as shipped", "contrast grows")).to_dict() == {
+        "as shipped": 7, "one layer": 9, "contrast grows": 4}
 
 
 vcta_recipe = vcta.Recipe

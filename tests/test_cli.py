@@ -266,6 +266,19 @@ def test_train_hands_its_options_on(tmp_path, monkeypatch, capsys):
         assert options[0] in refused(capsys, "train", *options)
 
 
+def test_ablate_studies_what_it_is_asked_for(capsys, monkeypatch, tmp_path):
+    from nnpiper import ablations
+    calls = []
+    monkeypatch.setattr(ablations, "study", lambda *arguments: calls.append(arguments))
+    out = tmp_path / "out"
+    assert run(capsys, "ablate", "--seconds", 3, "--seeds", 2, "--out", out)[0] == 0
+    assert run(capsys, "ablate", "--out", out, *["--only", "one layer"] * 2, "--only", "blind to links")[0] == 0
+    assert calls == [(out, 3.0, 2, tuple(ablations.CHANGES)), (out, 60.0, 3, ("one layer", "blind to links"))]
+    (tmp_path / "file").write_text("")
+    for options in (["--only", "two layers"], ["--seconds", 0], ["--seeds", 0], ["--out", tmp_path / "file"]):
+        assert options[0] in refused(capsys, "ablate", *options)
+
+
 def test_reproduce_is_reproduce_sh_with_its_options(monkeypatch):
     calls = []
     monkeypatch.setattr(cli.os, "execvp", lambda *arguments: calls.append(arguments))

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from instances import random_problem
 from plans import all_strategies, random_strategy
 
-from nnpiper import cost, search
+from nnpiper import cost, moves, search, xorshift
+from nnpiper.problem import SCHEDULES, TRANSFERS
 from nnpiper.search import Search
 from nnpiper.simulator import step_time, step_times
 
@@ -174,36 +175,34 @@ def test_layer_work_is_a_share_even_without_work():
     assert search.layer_work(np.array([[1.0, 30.0], [3.0, 10.0]])) == pytest.approx([0.5, 0.5])
 
 
-def test_uniform_is_uniform():
-    """Kolmogorov's distance of 20,000 draws, below its 0.1 % point; never 0, whose logarithm is not finite."""
-    state = search.random_state(np.random.default_rng(6))
-    draws = np.sort([search.uniform(state) for _ in range(20_000)])
-    assert draws[0] > 0 and draws[-1] <= 1
-    assert np.abs(draws - (np.arange(20_000) + 0.5) / 20_000).max() < 1.95 / np.sqrt(20_000)
+@pytest.mark.parametrize("transfers", TRANSFERS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_the_bounds_refuse_the_simulation_would_refuse(schedule, transfers):
+    """The same search with every move simulated ends in the same state."""
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        problem = random_problem(rng, K=7, L=16, S=(3, 4, 7)[seed % 3], M=(2, 5, 12)[seed // 2], schedule=schedule,
+                                 transfers=transfers)
+        start, seen = search.proportional_state(problem, rng.permutation(7)), np.array([seed + 1], np.uint64)
+        state, random = tuple(a.copy() for a in start), seen.copy()
+        Search(problem).run(state, 400, (0.03, 0.003), seen)
+        every = simulating_every_move(problem, start, 400, (0.03, 0.003), random)
+        assert seen == random and all((a == b).all() for a, b in zip(state, every))
 
 
-def test_of_two_devices_the_better_linked_one_from_outside_the_group_comes():
-    order, far = np.array([4, 2, 0, 1, 3]), np.zeros((5, 5))
-    far[2] = [5.0, 1.0, 0.0, 3.0, 0.5]  # from device 2, at position 1, to devices 0 .. 4
-    nearer = lambda i, j: search._nearer(order, 0, 2, i, j, 2, far)  # the group is at positions 0 and 1
-    assert [nearer(2, 3), nearer(3, 2), nearer(3, 4), nearer(4, 3)] == [3, 3, 3, 3]
-    assert [nearer(0, 2), nearer(2, 0), nearer(1, 4), nearer(4, 1)] == [2, 2, 4, 4]
-
-
-@given(SEEDS)
-def test_a_move_that_is_not_made_changes_nothing_and_one_that_is_keeps_the_state_valid(seed):
-    rng = np.random.default_rng(seed)
-    K = int(rng.integers(1, 9))
-    problem = random_problem(rng, K=K, L=int(rng.integers(K, 14)))
-    state = search.proportional_state(problem, rng.permutation(K))
-    random, far = search.random_state(rng), 1.0 / problem.bandwidth_bytes_per_s
+def simulating_every_move(problem, state, count, temperatures, random):
+    far, K, blocking = cost.pack(problem).s_per_byte, problem.devices, problem.transfers == "blocking"
     speed = search.device_speed(problem.forward_s + problem.backward_s)
-    for _ in range(60):
-        new = tuple(part.copy() for part in state)
-        slowest = int(rng.integers(problem.stages))
-        if search._move(*state, *new, slowest, random, np.zeros(problem.stages, np.int64), speed, far, K):
-            cost.decode(*new).check(problem)
-            assert sorted(new[1]) == list(range(K))
-            state = new
-        else:
-            assert all((a == b).all() for a, b in zip(state, new))
+    temperature, cooling = temperatures[0], (temperatures[1] / temperatures[0]) ** (1 / count)
+    step = step_times(problem, *(a[None] for a in state))[0][0]
+    for _ in range(count):
+        new = tuple(a.copy() for a in state)
+        stages = cost.stage_arrays(problem, cost.decode(*state)).matrix()
+        slowest, plan = search._slowest(stages, blocking), np.zeros(problem.stages, np.int64)
+        if moves.move(*state, *new, slowest, random, plan, speed, far, K):
+            threshold = step * (1.0 - temperature * np.log(xorshift.uniform(random)))
+            new_step = step_times(problem, *(a[None] for a in new))[0][0]
+            if new_step <= threshold:
+                state, step = new, new_step
+        temperature *= cooling
+    return state

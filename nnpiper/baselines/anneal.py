@@ -1,7 +1,8 @@
 """Simulated annealing over groups and cuts on the exact simulator (Kirkpatrick et al. 1983).
 
 Several runs, each from the plain proportional start with the devices in random order, or, within a budget, one from the
-best plain start (`starts.best_start`); the temperature falls geometrically to COLD of the current step.
+best plain start (`starts.best_start`); the temperature falls geometrically to COLD of the current step, in a budget as
+`cooling.temperatures` says.
 """
 
 import time
@@ -9,7 +10,7 @@ import time
 import numpy as np
 
 from .. import cost
-from ..cooling import chunks
+from ..cooling import chunks, temperatures
 from ..problem import Problem, Strategy
 from ..search import Search, random_state, restarts
 from ..starts import best_start
@@ -30,9 +31,7 @@ def solve(problem: Problem, seed: int = 0, runs: int = 4, moves: int = 60_000,
     rng = np.random.default_rng(seed)
     if not budget_s:
         return cost.decode(*restarts(problem, runs, moves, (HOT, COLD), rng)[0])
-    search, state, K = Search(problem), best_start(problem, rng), problem.devices
-    hot = min(HOT_IN_BUDGET / K, HOTTEST_IN_BUDGET)
-    if problem.stages == K:
-        hot = max(min(hot, HOT_ALONE / K**3), COLD)
-    cooling = chunks(hot, COLD, begin + budget_s, CHUNK)
+    search, state = Search(problem), best_start(problem, rng)
+    first, last = temperatures(problem, HOT_IN_BUDGET, HOTTEST_IN_BUDGET, HOT_ALONE, COLD)
+    cooling = chunks(first, last, begin + budget_s, CHUNK)
     return cost.decode(*search.anneal(state, cooling, random_state(rng))[0])

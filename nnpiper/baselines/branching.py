@@ -60,7 +60,7 @@ class Branching:
         self._plan = np.zeros(S + 1, np.int64), np.zeros(K, np.int64), np.zeros(S + 1, np.int64)
         self._found = tuple(a.copy() for a in self._plan)
         self._scratch = (np.zeros((5, S)), np.zeros(K), np.zeros(K), simulator.workspace(S, M),
-                         np.zeros((2, label_parts(program.blocking, program.one_f_one_b))))
+                         np.zeros(label_parts(program.blocking, program.one_f_one_b)))
         ways = len(program.sets.groups) * L
         self._levels = (np.zeros((S, ways, 2), np.int64), np.zeros((S, ways)), np.zeros((S, 2), np.int64),
                         np.zeros((S + 1, 2), np.int64))
@@ -155,7 +155,7 @@ def _expand(q, p, ends, ops, by_paths, plan, found, scratch, levels, s, best):
     """List the ways to decide stage s by rising longest path, or, for the last stage, value the strategy; returns the
     best and the steps made."""
     bounds, order, starts = plan
-    stages, _, _, space, labels = scratch
+    stages, _, _, space, nothing = scratch
     ways, way_bound, counts, sets_ = levels
     sets, S, M, L = q.sets, q.stages, q.micro_batches, q.costs.output.shape[0] - 1
     n, i = S - s, bounds[s]
@@ -170,8 +170,7 @@ def _expand(q, p, ends, ops, by_paths, plan, found, scratch, levels, s, best):
             if q.costs.fits[g, i, j] < n or _decide(q, p, plan, scratch, s, g, j, taken) > 0.0:
                 continue
             if n == 1:
-                labels[0, :] = 0.0
-                least = longest_path(stages, s, 0.0, 0.0, M, q.blocking, q.one_f_one_b, labels)
+                least = longest_path(stages, s, 0.0, 0.0, M, q.blocking, q.one_f_one_b, nothing)
                 made += S
                 if least < best:
                     if not by_paths:
@@ -192,8 +191,8 @@ def _expand(q, p, ends, ops, by_paths, plan, found, scratch, levels, s, best):
                     continue
                 ahead, back = transfers_behind(q, g, y, h, j)
                 for a in range(ends.count[slot]):
-                    labels[0, :] = ends.labels[slot, a]
-                    least = min(least, longest_path(stages, s, ahead, back, M, q.blocking, q.one_f_one_b, labels))
+                    least = min(least, longest_path(stages, s, ahead, back, M, q.blocking, q.one_f_one_b,
+                                                    ends.labels[slot, a]))
                     made += s + 1
             if least < best:
                 at = count

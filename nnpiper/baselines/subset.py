@@ -45,5 +45,5 @@ def objective(problem: Problem, strategy: Strategy) -> float:
     """s of the longest path."""
     stages, rules = cost.stage_arrays(problem, strategy).matrix(), (problem.transfers == "blocking",
                                                                     problem.schedule == "1f1b")
-    labels = np.zeros((2, label_parts(*rules)))
-    return longest_path(stages, problem.stages - 1, 0.0, 0.0, problem.micro_batches, *rules, labels)
+    nothing = np.zeros(label_parts(*rules))
+    return longest_path(stages, problem.stages - 1, 0.0, 0.0, problem.micro_batches, *rules, nothing)

@@ -164,7 +164,8 @@ def ablate(
     out: Annotated[Path, typer.Option(help="Folder of the trainings and of ablations.csv; a study that was killed goes "
                                            "on from here.", metavar="FOLDER")] = Path("runs/ablations"),
 ) -> int:
-    """Train with one thing changed at a time and judge the networks, for notebook 08. Three quarters of an hour on two cores."""
+    """Train with one thing changed at a time and judge the networks, for notebook 08. Three quarters of an hour on two
+    cores."""
     from .problem import check_choice, check_folder
 
     _check_range("--seconds", seconds, 1, 10**6)

@@ -105,11 +105,18 @@ def _move_layers(bounds, new_bounds, slowest, random):
 @njit(cache=True, error_model="numpy")
 def _move_share(bounds, order, starts, new_bounds, measure, giver, taker, part, speed, random):
     """Layers go from one stage to another: the part of stage `measure`'s that `part` is of its summed speed."""
-    whole = 0.0
-    for i in range(starts[measure], starts[measure + 1]):
-        whole += speed[order[i]]
+    whole = _summed(speed, order, starts[measure], starts[measure + 1])
     count = int(min((bounds[measure + 1] - bounds[measure]) * part / whole, 1e6) + uniform(random))
     _shift(new_bounds, giver, taker, min(count, bounds[giver + 1] - bounds[giver] - 1))
+
+
+@njit(cache=True, error_model="numpy")
+def _summed(speed, order, first, last):
+    """Speed of the devices at these positions together."""
+    total = 0.0
+    for i in range(first, last):
+        total += speed[order[i]]
+    return total
 
 
 @njit(cache=True, error_model="numpy")
@@ -190,13 +197,10 @@ def _split(bounds, order, starts, new_bounds, new_order, new_starts, random, spe
         return False
     ahead = 1 if uniform(random) < 0.5 else 1 + pick(random, last - first - 1)
     ahead = ahead if uniform(random) < 0.5 else last - first - ahead
-    part = whole = 0.0
-    for i in range(first, last):
-        if i < first + ahead:
-            j = i + pick(random, last - i)
-            new_order[i], new_order[j] = new_order[j], new_order[i]
-            part += speed[new_order[i]]
-        whole += speed[new_order[i]]
+    for i in range(first, first + ahead):
+        j = i + pick(random, last - i)
+        new_order[i], new_order[j] = new_order[j], new_order[i]
+    part, whole = _summed(speed, new_order, first, first + ahead), _summed(speed, new_order, first, last)
     given = min(max(int(layers * part / whole + uniform(random)), 1), layers - 1)
     end = 1
     for s in range(S):  # all boundaries but that within the joined stages, and one more within the split one

@@ -1,4 +1,4 @@
-"""Ablations: trainings that differ from the recipe in one thing, each with several seeds and the same training time.
+"""Ablations: trainings that differ from a base in one thing, each with several seeds and the same training time.
 
 The time is CPU time of one thread. How many steps it buys is measured once for each ablation, one after the other on
 the same draws, so that all seeds of an ablation make equally many steps. The networks then plan problems of the
@@ -21,13 +21,16 @@ from . import baselines, vcta
 from .checkpoint import card_path
 from .experiments import each, judge, piper
 from .network import Network, Size
+from .paths import CHECKPOINT
 from .problem import InputError, write_text
 from .report import csv_text, progress
 from .testset import TRIAL, Trial, trials
 
-# what each changes in the recipe, by what it asks
+# The recipe before these studies, from which they led to the present one. What each changes in it, by what it asks
+BASE = {"loss": "pairwise", "groupings": 8, "grows": False}
 CHANGES = {
-    "as shipped": {},
+    "recipe": {name: getattr(vcta.Recipe(), name) for name in BASE},
+    "base": {},
     "best against spread": {"loss": "best-against-spread"},
     "self-labelling": {"loss": "self-labelling"},
     "policy gradient": {"loss": "policy-gradient"},
@@ -49,21 +52,17 @@ REFERENCE = dict(runs=8, moves=100_000)
 
 @dataclass(frozen=True)
 class Training:
-    """One training of an ablation: a name in CHANGES, seed, number of steps, folder."""
+    """One training of an ablation: a name in CHANGES, seed, number of steps, and what it makes."""
 
     name: str
     seed: int
     steps: int
-    out: Path
-
-    @property
-    def checkpoint(self) -> Path:
-        return self.out / "nnpiper.pt"
+    checkpoint: Path
 
 
 def steps_in(name: str, seconds: float, timed: int = TIMED_STEPS) -> int:
     """How many training steps of an ablation take so many seconds of CPU time."""
-    recipe = vcta.Recipe(steps=timed, **CHANGES[name])
+    recipe = _recipe(name, steps=timed)
     network = Network(recipe.size, recipe.blind)
     vcta.contrast_step(network, recipe, 0).backward()  # compiles
     begin = time.process_time()
@@ -72,10 +71,14 @@ def steps_in(name: str, seconds: float, timed: int = TIMED_STEPS) -> int:
     return max(int(seconds * timed / (time.process_time() - begin)), 2)
 
 
+def _recipe(name, **others):
+    return vcta.Recipe(**{**BASE, **CHANGES[name]}, **others)
+
+
 def train(training: Training) -> Training:
-    """Train in the training's folder, or go on there."""
-    recipe = vcta.Recipe(steps=training.steps, seed=training.seed, log_rows=0, **CHANGES[training.name])
-    vcta.train(training.out, recipe, progress=False)
+    """Train in the checkpoint's folder, or go on there."""
+    recipe = _recipe(training.name, steps=training.steps, seed=training.seed, log_rows=0)
+    vcta.train(training.checkpoint.parent, recipe, progress=False)
     return training
 
 
@@ -103,7 +106,7 @@ def beside(rows: pd.DataFrame, checkpoints: dict[str, list[Path]]) -> pd.DataFra
     """`summary` of other networks on the problems of `rows` (of ablations.csv): for each name the checkpoints of its
     seeds; the gap is to the best step of all."""
     wanted = [Trial(*key) for key in rows[["set", *TRIAL]].drop_duplicates().itertuples(index=False)]
-    others = [Training(name, seed, _steps(json.loads(card_path(path).read_text(encoding="utf-8"))), path.parent)
+    others = [Training(name, seed, _steps(json.loads(card_path(path).read_text(encoding="utf-8"))), path)
               for name, paths in checkpoints.items() for seed, path in enumerate(paths)]
     both = pd.concat([rows, *each(partial(judged, wanted=wanted), others, least=1)], ignore_index=True)
     return summary(both).set_index("ablation").loc[list(checkpoints)].reset_index(names="training")
@@ -122,7 +125,7 @@ def study(out: Path, seconds: float, seeds: int, names: tuple[str, ...] = tuple(
     folder is of trainings of another length."""
     out.mkdir(parents=True, exist_ok=True)
     steps = _steps_of(out / "steps.csv", seconds, names)
-    trainings = [Training(name, seed, int(steps[name]), out / f"{name.replace(' ', '-')}-{seed}")
+    trainings = [Training(name, seed, int(steps[name]), out / f"{name.replace(' ', '-')}-{seed}" / CHECKPOINT.name)
                  for seed in range(seeds) for name in names]
     list(progress(each(train, trainings, least=1), "trainings", len(trainings)))
     wanted = trials("development", sizes)

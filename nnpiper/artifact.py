@@ -18,8 +18,9 @@ from .paths import CHECKPOINT, DATA, FIGURES, ROOT
 
 NOTEBOOKS = ROOT / "notebooks"
 # what training depends on: another version of these starts it anew instead of resuming
-TRAINING_MODULES = ("problem", "schedule", "cost", "simulator", "search", "starts", "batch", "virtual", "features",
-                    "readings", "kernels", "sampling", "network", "losses", "checkpoint", "vcta")
+TRAINING_MODULES = ("batch", "checkpoint", "cost", "critical_path", "features", "kernels", "losses", "memory", "moves",
+                    "network", "paths", "problem", "readings", "sampling", "schedule", "search", "simulator", "starts",
+                    "vcta", "virtual", "xorshift")  # all that vcta imports
 
 DESCRIPTION = """Regenerate every table and figure of the artifact into figures/ and print the claims table.
 
@@ -43,8 +44,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--smoke", action="store_true", help="everything in small, into figures/smoke/ (5 minutes)")
     size.add_argument("--retrain", action="store_true",
-                      help="first train from scratch, as the first of the shipped checkpoint's three trainings did (about "
-                           "an hour more), and evaluate that checkpoint, into figures/retrain/")
+                      help="first train anew, as the shipped checkpoint was trained (about 40 minutes more), and "
+                           "evaluate that checkpoint, into figures/retrain/")
     part = parser.add_mutually_exclusive_group()
     part.add_argument("--from", dest="first", metavar="NN", type=_number, help="leave out the notebooks before NN")
     part.add_argument("--only", metavar="NN", type=_number, help="run notebook NN alone")
@@ -85,19 +86,20 @@ def clean(out: Path) -> None:
 
 
 def train_checkpoint(out: Path) -> Path:
-    """Train by the command of the first of the trainings behind the shipped checkpoint, the one from scratch, or go on
-    where a killed training stopped; returns the checkpoint. Raises subprocess.CalledProcessError."""
+    """Train by the shipped checkpoint's command, or go on where a killed training stopped; returns the checkpoint. Raises
+    subprocess.CalledProcessError."""
     from . import provenance
     from .problem import write_text
 
-    folder, command = out / "checkpoint", shlex.split(_first_card()["command"])[1:]
+    folder, command = out / "checkpoint", shlex.split(_card()["command"])
     sources = [ROOT / "nnpiper" / f"{name}.py" for name in TRAINING_MODULES]
     made_from = "\n".join([*command, *map(provenance.hash_file, [*sources, ROOT / "requirements.lock"])])
     stamp = folder / "made_from.txt"
     if not stamp.exists() or stamp.read_text(encoding="utf-8") != made_from:
         shutil.rmtree(folder, ignore_errors=True)
         write_text(stamp, made_from)
-    subprocess.run([sys.executable, "-m", "nnpiper.cli", *command, "--out", folder], cwd=ROOT, check=True)
+    program = Path(sys.executable).parent / command[0]  # nnpiper or torchrun
+    subprocess.run([program, *command[1:], "--out", folder], cwd=ROOT, check=True)
     return folder / CHECKPOINT.name
 
 
@@ -117,7 +119,7 @@ def _reproduce(options, out):
         mode = "smoke" if options.smoke else "full"
         settings = Settings(ROOT, out, mode, CHECKPOINT, force=options.force)
         todo = [n for n in chain if options.force or options.retrain or not is_current(n, settings)]
-        minutes = sum(n.minutes(mode) for n in todo) + (_first_card()["minutes"] if options.retrain else 0)
+        minutes = sum(n.minutes(mode) for n in todo) + (_card()["minutes"] if options.retrain else 0)
         memory = max((n.says.memory_gb for n in todo), default=0)
         console.print(f"{len(todo)} of {len(chain)} notebooks to run into {out.relative_to(ROOT)}/: "
                       f"about {minutes:.0f} minutes on two cores, {memory:g} GB of memory at most")
@@ -139,12 +141,9 @@ def _reproduce(options, out):
                      "checkpoint", 1)
 
 
-def _first_card():
-    """What the shipped checkpoint's card says of the training from scratch with which its history begins."""
-    card = json.loads(CHECKPOINT.with_suffix(".json").read_text(encoding="utf-8"))
-    while "start" in card:
-        card = card["start"]
-    return card
+def _card():
+    """What the shipped checkpoint's card says."""
+    return json.loads(CHECKPOINT.with_suffix(".json").read_text(encoding="utf-8"))
 
 
 def _report_claims(out, mode, console):

@@ -126,19 +126,21 @@ def simulate(
 
 @app.command()
 def train(
-    steps: Annotated[int, typer.Option(help="Training steps.", metavar="N")] = 27000,
+    steps: Annotated[int, typer.Option(help="Training steps.", metavar="N")] = 26000,
     seed: Annotated[int, typer.Option(help="Seed of weights and virtual instances.", metavar="N")] = 0,
     out: Annotated[Path, typer.Option(help="Folder of the checkpoint, its card and log; a run that was killed goes on "
                                            "from here.", metavar="FOLDER")] = Path("runs/nnpiper"),
     start: Annotated[str, typer.Option(help="Checkpoint to go on from, in place of random weights.",
                                        metavar="CHECKPOINT.pt")] = "",
     learning_rate: Annotated[float, typer.Option(help="Highest learning rate.", metavar="R")] = 1e-3,
-    groupings: Annotated[int, typer.Option(help="Groupings drawn for each virtual instance.", metavar="N")] = 8,
-    grows: Annotated[bool, typer.Option("--grows", help="Twice as many groupings from half of the steps on, four times "
-                                                        "as many in the last fifth.")] = False,
+    groupings: Annotated[int, typer.Option(help="Groupings drawn for each virtual instance.", metavar="N")] = 16,
+    grows: Annotated[bool, typer.Option(help="Twice as many groupings from half of the steps on, four times as many in "
+                                             "the last fifth.")] = True,
+    loss: Annotated[str, typer.Option(help="What the network is trained to do with the strategies it has drawn.",
+                                      metavar="NAME")] = "best-against-spread",
 ) -> int:
     """Train the network by VCTA. Data parallel under torchrun: torchrun --nproc-per-node 2 -m nnpiper.cli train ..."""
-    from .problem import InputError, check_folder
+    from .problem import InputError, check_choice, check_folder
 
     _check_range("--steps", steps, 1, 10**7)
     _check_range("--seed", seed, 0, 2**32 - 1)
@@ -147,8 +149,9 @@ def train(
     _check_range("--groupings", groupings, 2, 1024)
     check_folder("--out", out)
     from . import vcta
+    check_choice("--loss", loss, vcta.LOSSES)
     recipe = vcta.Recipe(steps=steps, seed=seed, start=start, learning_rate=learning_rate, groupings=groupings,
-                         grows=grows)
+                         grows=grows, loss=loss)
     checkpoint = vcta.train(out, recipe)
     if os.environ.get("RANK", "0") == "0":
         print(f"wrote {checkpoint}")

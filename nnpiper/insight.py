@@ -20,6 +20,7 @@ from .paths import ROOT
 from .problem import Problem
 from .solver import NNPiper
 
+
 def transfer_times(problem: Problem) -> np.ndarray:
     """[K, K] s of a mean activation over the link from k to j; NaN on the diagonal."""
     output = problem.output_bytes[:-1].mean()

@@ -13,30 +13,39 @@ from torch import Tensor
 from torch.nn import functional
 
 BETA = 0.1  # of the log odds: log probabilities of groupings of ten devices lie tens apart
-LEADER = 4.0  # ranks over which a strategy's weight in the contrast falls by e
 SPREAD = 4  # strategies, from the second to the worst, that the best one is set against
+LEADER = 4.0  # ranks over which a strategy's weight in the pairwise contrast falls by e
+
+
+def best_against_spread(log_p: Tensor, step_s: np.ndarray, overflow: np.ndarray) -> Tensor:
+    """VCTA's contrast (`vcta` has the formula), after BOPO (Liao et al. 2025): the best one against SPREAD others at even
+    ranks, each pair's log odds scaled by the ratio of their steps. Equal ones make no pair."""
+    chosen = spread(step_s, overflow)
+    log_p = log_p.gather(1, torch.from_numpy(chosen))
+    key = np.take_along_axis(np.stack([overflow, step_s], -1), chosen[..., None], 1)
+    ratio = torch.from_numpy(key[:, 1:, 1] / key[:, :1, 1]).float().clamp(0.1, 10.0)
+    differ = torch.from_numpy((key[:, 1:] != key[:, :1]).any(-1)).float()
+    pairs = -functional.logsigmoid(BETA * ratio * (log_p[:, :1] - log_p[:, 1:])) * differ / BETA
+    return (pairs.sum(1) / differ.sum(1).clamp(min=1)).mean()
+
+
+def spread(step_s: np.ndarray, overflow: np.ndarray) -> np.ndarray:
+    """[A, n] the numbers of the best strategy of each instance, first, and of SPREAD others at even ranks, fewer where
+    N is less: those that `best_against_spread` reads, which gives of these alone what it gives of all."""
+    N = step_s.shape[1]
+    ranks = np.unique(np.linspace(1, N - 1, SPREAD).round().astype(int)) if N > 1 else np.zeros(0, int)
+    return np.lexsort((step_s, overflow))[:, [0, *ranks]]
 
 
 def pairwise(log_p: Tensor, step_s: np.ndarray, overflow: np.ndarray) -> Tensor:
-    """VCTA's contrast (`vcta` has the formula): of any two the better one becomes likelier. Equal ones make no pair."""
+    """Of any two the better one i shall become likelier than the worse one j: - log sigmoid(BETA (log p(i) - log p(j))) /
+    BETA, weighted by exp(- rank(i) / LEADER), so that the best count most. Equal ones make no pair."""
     N = log_p.shape[1]
     sorted_p, key = _sorted(log_p, step_s, overflow)
     differ = torch.from_numpy((key[:, :, None] != key[:, None]).any(-1)).triu(1)
     weight = torch.exp(-torch.arange(N) / LEADER)[:, None] * differ
     pairs = -functional.logsigmoid(BETA * (sorted_p[:, :, None] - sorted_p[:, None])) * weight / BETA
     return (pairs.sum((1, 2)) / weight.sum((1, 2)).clamp(min=1e-6)).mean()
-
-
-def best_against_spread(log_p: Tensor, step_s: np.ndarray, overflow: np.ndarray) -> Tensor:
-    """The best one against SPREAD others at even ranks, each pair's log odds scaled by the ratio of their steps: after
-    BOPO (Liao et al. 2025)."""
-    N = log_p.shape[1]
-    sorted_p, key = _sorted(log_p, step_s, overflow)
-    other = np.unique(np.linspace(1, N - 1, SPREAD).round().astype(int)) if N > 1 else np.zeros(0, int)
-    ratio = torch.from_numpy(key[:, other, 1] / key[:, :1, 1]).float().clamp(0.1, 10.0)
-    differ = torch.from_numpy((key[:, other] != key[:, :1]).any(-1)).float()
-    pairs = -functional.logsigmoid(BETA * ratio * (sorted_p[:, :1] - sorted_p[:, other])) * differ / BETA
-    return (pairs.sum(1) / differ.sum(1).clamp(min=1)).mean()
 
 
 def self_labelling(log_p: Tensor, step_s: np.ndarray, overflow: np.ndarray) -> Tensor:
@@ -58,7 +67,7 @@ def imitation(log_p: Tensor, *_: np.ndarray) -> Tensor:
 
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
-    "pairwise": pairwise, "best-against-spread": best_against_spread, "self-labelling": self_labelling,
+    "best-against-spread": best_against_spread, "pairwise": pairwise, "self-labelling": self_labelling,
     "policy-gradient": policy_gradient, "imitation": imitation}
 
 

@@ -18,7 +18,6 @@ from .paths import CHECKPOINT, DATA, PROFILES
 from .problem import SCHEDULES, TRANSFERS, Problem, write_text
 from .report import csv_text
 
-FOLDER = PROFILES
 SHIPPED = DATA / "measured_gaps.csv"
 GRAPHS = ("pipedream/gnmt.graph.txt", "pipedream/vgg16.graph.txt", "dapple/bert-24-pbs-6.txt",
           "dapple/bert-48-pbs-2.txt", "dapple/gnmt-16-pbs-64.txt", "dapple/vgg-19-pbs-32.txt")
@@ -27,10 +26,10 @@ SEEDS = 4  # of the solver: one tells little
 
 def chains() -> dict[str, MeasuredChain]:
     """Each measured chain by name. Raises InputError where a file is missing or not what it should be."""
-    sailor = FOLDER / "sailor"
+    sailor = PROFILES / "sailor"
     files = {path.stem: path for path in sorted((sailor / "profiles/OPT-350").glob("*.json"))}
-    return {**{name: importers.pipedream({"V100": FOLDER / name}) for name in GRAPHS},
-            "piper/bert32": importers.piper({"A100": FOLDER / "piper/bert32a100.json"}),
+    return {**{name: importers.pipedream({"V100": PROFILES / name}) for name in GRAPHS},
+            "piper/bert32": importers.piper({"A100": PROFILES / "piper/bert32a100.json"}),
             "sailor/OPT-350": importers.sailor(files, sailor / "llm_info.json", "OPT-350", 1)}
 
 

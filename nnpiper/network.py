@@ -87,6 +87,14 @@ class Groupings(NamedTuple):
     order: np.ndarray  # [A, N, K] devices, stage after stage, then the unused
     starts: np.ndarray  # [A, N, S + 1] where each stage's devices begin in `order`
 
+    def take(self, chosen: np.ndarray) -> "Groupings":
+        """n of the N groupings of each problem, by their numbers [A, n]."""
+        A, N, T = self.actions.shape
+        rows, numbers = torch.arange(A)[:, None], torch.from_numpy(chosen)
+        states = (part.unflatten(1, (N, T))[rows, numbers].flatten(1, 2) for part in self.states)
+        arrays = (np.take_along_axis(part, chosen[..., None], 1) for part in (self.order, self.starts))
+        return Groupings(self.actions[rows, numbers], State(*states), *arrays)
+
 
 def join(one: Groupings, other: Groupings) -> Groupings:
     """The groupings of both, for the same problems."""

@@ -170,7 +170,7 @@ def draw_gaps(axes: Axes, gaps: list[tuple[dict, np.ndarray, np.ndarray, np.ndar
 def gap_axis(axes: Axes, which: str, values: np.ndarray) -> None:
     """Make the axis "x" or "y" one of gaps in %, linear up to 1 and logarithmic beyond, wide enough for `values`."""
     low, high = min(1.3 * np.nanmin(values), -0.5), max(1.3 * np.nanmax(values), 1.5)
-    ticks = [tick for tick in (-100, -10, -1, 0, 1, 3, 10, 30, 100, 1000) if low <= tick <= high]
+    ticks = [tick for tick in (-100, -30, -10, -3, -1, 0, 1, 3, 10, 30, 100, 1000) if low <= tick <= high]
     getattr(axes, f"set_{which}scale")("symlog", linthresh=1.0)
     getattr(axes, f"set_{which}ticks")(ticks, [str(tick) for tick in ticks])
     getattr(axes, f"set_{which}lim")(low, high)

@@ -24,7 +24,8 @@ DIVISIONS = 4  # of the layers, for each grouping
 MOVES = 6000  # of polish without a budget
 # As many states are polished as the square root of the moves over STARTING x K^2, at least FEWEST_MOVES: both how many
 # there are and how many moves each gets grow with the budget
-STARTING, FEWEST_MOVES = 2.5, 250
+STARTING, FEWEST_MOVES = 1.0, 250
+AGAIN = 0.5  # times the first temperature, when the best end is annealed again; 0.3 to 2 were tried
 PLAIN = 3  # one in so many is a plain start, as long as there are any: the best samples may all lie in one valley
 CHUNK = 500  # moves between two looks at the clock; fewer where one simulation takes long
 CHUNK_OPS = 1 << 21  # that a chunk simulates at most, a few milliseconds
@@ -225,13 +226,20 @@ def _distinct(step_s, order, count):
 
 def _polish(search, starts, span, moves, deadline, rng):
     """Anneal from each start for an equal part of the moves (or of the time), from the first to the last temperature of
-    the span."""
-    seed = random_state(rng)
+    the span; of several starts for half of all, and from the best end for the other half, less hot."""
+    seed, coldest = random_state(rng), span[1]
     chunk = max(min(CHUNK, CHUNK_OPS // len(search.ops)), 1)
-    found = []
+    first = 1.0 if len(starts) == 1 else 0.5
+
+    def anneal(state, hot, part, end):
+        steps = [((hot, coldest), int(part * moves))] if deadline is None else chunks(hot, coldest, end, chunk)
+        return search.anneal(state, steps, seed)
+
+    begin, end = time.perf_counter(), math.inf if deadline is None else deadline
+    middle, found = begin + first * (end - begin), []
     for i, state in enumerate(starts):
         now = time.perf_counter()
-        part = ([(span, moves // len(starts))] if deadline is None
-                else chunks(*span, now + (deadline - now) / (len(starts) - i), chunk))
-        found.append(search.anneal(state, part, seed))
+        found.append(anneal(state, span[0], first / len(starts), now + (middle - now) / (len(starts) - i)))
+    if first < 1.0:
+        found.append(anneal(tuple(part.copy() for part in best_of(found)[0]), AGAIN * span[0], 1.0 - first, end))
     return best_of(found)[0]

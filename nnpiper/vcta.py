@@ -3,14 +3,14 @@
 Each step draws fresh virtual instances and lets the network draw N groupings for each, and R divisions of the layers
 for each grouping. All run on the exact simulator and are contrasted: the groupings of an instance (by their best
 division) with each other, and the divisions of a grouping with each other, so that neither is judged by the other's
-luck. Of two the better one shall become likelier than the worse one,
+luck. The best one b shall become likelier than the others j of a spread, SPREAD of them at even ranks,
 
-    loss = - sum over pairs (i better than j) of w(i) log sigmoid(BETA (log p(i) - log p(j))) / BETA,
+    loss = - mean over j of log sigmoid(BETA step(j) / step(b) (log p(b) - log p(j))) / BETA,
 
-with w(i) = exp(- rank(i) / LEADER), so that the best strategies count most: the solver uses the best of many samples.
-The paper states the algorithm's name and purpose; this loss is this artifact's choice, and `losses` has others to
-compare it with. Everything random in step t follows from (seed, t, rank), so a resumed run goes on exactly as the
-unbroken one.
+since the solver uses the best of many samples. The number of groupings grows as the training goes on (GROWTH), since
+the better the network is, the less the best of a few tells. The paper states the algorithm's name and purpose; this
+loss, after BOPO (Liao et al. 2025), is this artifact's choice, and `losses` has others to compare it with. Everything
+random in step t follows from (seed, t, rank), so a resumed run goes on exactly as the unbroken one.
 """
 
 import contextlib
@@ -48,13 +48,13 @@ POLISHED, IMITATED = (0.02, 5e-4), (0.1, 5e-4)  # temperatures, relative to the 
 class Recipe:
     """How to train."""
 
-    steps: int = 27000
+    steps: int = 26000
     seed: int = 0
     instances: int = 64  # a step, over all processes, of K <= 16 devices; of more devices fewer, for equal work
-    groupings: int = 8  # N, an instance
-    grows: bool = False  # the contrast, by GROWTH
+    groupings: int = 16  # N, an instance
+    grows: bool = True  # the contrast, by GROWTH
     divisions: int = 4  # R, a grouping
-    loss: str = "pairwise"  # of `losses.LOSSES`; "imitation" draws nothing and learns the polished plain starts
+    loss: str = "best-against-spread"  # of `losses.LOSSES`; "imitation" draws nothing and learns the polished plain starts
     polish: int = 0  # moves of local search that an instance's best strategy makes to join the contrast; 0: none
     learning_rate: float = 1e-3
     blind: str = ""
@@ -155,17 +155,26 @@ def contrast_step(network: Network, recipe: Recipe, step: int, rank: int = 0, wo
         return (losses.imitation(network.log_prob(f, encoding, plans))
                 + losses.imitation(divisions.log_prob(divisions.around(share, 1, generator))))
     plans = network.draw(f, encoding, recipe.groupings_at(step), generator)
-    divisions = network.divide(f, encoding, plans)
+    few = recipe.loss == "best-against-spread"  # it reads few of the groupings, so only these get a gradient
+    with torch.set_grad_enabled(not few):
+        divisions = network.divide(f, encoding, plans)
     log_share = divisions.draw(recipe.divisions, generator)
     step_s, overflow = score(problems, plans, log_share)
     if recipe.polish:
         better_plans, share = polished(problems, plans, log_share, step_s, overflow, recipe.polish, rng)
         plans = join(plans, network.replay(f, better_plans))
-        divisions = network.divide(f, encoding, plans)
+        with torch.set_grad_enabled(not few):
+            divisions = network.divide(f, encoding, plans)
         log_share = torch.cat([log_share, divisions.around(share, recipe.divisions, generator)], 1)
         step_s, overflow = score(problems, plans, log_share)
     best = np.lexsort((step_s, overflow))[..., :1]
-    of_best = (np.take_along_axis(a, best, 2)[..., 0] for a in (step_s, overflow))
+    of_best = [np.take_along_axis(a, best, 2)[..., 0] for a in (step_s, overflow)]
+    if few:
+        chosen = losses.spread(*of_best)
+        of_best = [np.take_along_axis(a, chosen, 1) for a in of_best]
+        step_s, overflow = (np.take_along_axis(a, chosen[..., None], 1) for a in (step_s, overflow))
+        plans, log_share = plans.take(chosen), log_share[torch.arange(len(chosen))[:, None], torch.from_numpy(chosen)]
+        divisions = network.divide(f, encoding, plans)
     of_all = (a.reshape(-1, a.shape[2]) for a in (step_s, overflow))
     levels = [(network.log_prob(f, encoding, plans), *of_best), (divisions.log_prob(log_share).flatten(0, 1), *of_all)]
     return sum(LOSSES[recipe.loss](*level) for level in levels)
@@ -276,18 +285,19 @@ def _write_log(path, rows):
     write_text(path, text.getvalue())
 
 
-def command(recipe: Recipe) -> str:
-    """The command line of a recipe, as far as `nnpiper train` has options for it."""
-    parts, usual = ["nnpiper", "train", "--steps", recipe.steps, "--seed", recipe.seed], Recipe()
-    for name in ("groupings", "learning_rate", "start"):
+def command(recipe: Recipe, world: int = 1) -> str:
+    """The command line of a recipe in so many processes, as far as `nnpiper train` has options for it."""
+    program = ["nnpiper"] if world == 1 else ["torchrun", "--standalone", "--nproc-per-node", world, "-m", "nnpiper.cli"]
+    parts, usual = [*program, "train", "--steps", recipe.steps, "--seed", recipe.seed], Recipe()
+    for name in ("groupings", "learning_rate", "loss", "start"):
         if getattr(recipe, name) != getattr(usual, name):
             parts += [f"--{name.replace('_', '-')}", getattr(recipe, name)]
-    parts += ["--grows"] * recipe.grows
+    parts += ["--no-grows"] * (not recipe.grows)
     return shlex.join(map(str, parts))
 
 
 def _history(recipe, start, minutes, world):
-    return {"recipe": asdict(recipe), **start, "command": command(recipe),
+    return {"recipe": asdict(recipe), **start, "command": command(recipe, world),
             "minutes": round(minutes, 1), "processes": world, "threads": torch.get_num_threads(),
             "processor": _processor(), "python": platform.python_version(), "torch": torch.__version__,
             "numpy": np.__version__, "data": "virtual instances only (nnpiper/virtual.py)"}

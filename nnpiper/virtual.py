@@ -26,12 +26,12 @@ class Ranges:
 
 
 def sizes(rng: np.random.Generator, ranges: Ranges = Ranges()) -> dict:
-    """One draw of what a batch has in common: K, S, L, M, schedule and transfers. Three in ten draws have S = K, which
+    """One draw of what a batch has in common: K, S, L, M, schedule and transfers. Two in ten draws have S = K, which
     is the easier kind."""
     usual = ranges.devices_usual
     K = int(rng.integers(ranges.devices[0], usual + 1) if rng.random() < 0.7
             else _log_uniform(rng, usual + 1, ranges.devices[1] + 1))
-    S = K if rng.random() < 0.3 else int(rng.integers(2, K))
+    S = K if rng.random() < 0.2 else int(rng.integers(2, K))
     return {"K": K, "S": S, "L": int(_log_uniform(rng, max(S, 6), ranges.layers_most)),
             "M": int(_log_uniform(rng, ranges.micro_batches[0], ranges.micro_batches[1] + 1)),
             "schedule": "1f1b" if rng.random() < 0.7 else "gpipe",

@@ -15,15 +15,15 @@ from nnpiper.problem import InputError
 
 
 def test_each_change_is_one_of_the_recipe_and_each_is_asked_about_once():
-    shipped = vcta.Recipe()
-    for name, change in CHANGES.items():
-        assert set(change) <= set(vars(shipped)) and (vcta.Recipe(**change) == shipped) == (name == "as shipped")
+    recipes = {name: ablations._recipe(name) for name in CHANGES}
+    assert len({str(recipe) for recipe in recipes.values()}) == len(CHANGES)
+    assert recipes["recipe"] == vcta.Recipe() and recipes["base"] == vcta.Recipe(**ablations.BASE)
 
 
 @pytest.mark.parametrize("name, kinds", [
-    ("ablations.csv", set(CHANGES) - {"contrast grows"}),
-    ("ablations_longer.csv", {"as shipped", "best against spread", "self-labelling", "policy gradient", "contrast grows",
-                              "one layer"})])
+    ("ablations.csv", set(CHANGES) - {"recipe", "contrast grows"}),
+    ("ablations_longer.csv", {"base", "best against spread", "self-labelling", "policy gradient",
+                              "contrast grows", "one layer"})])
 def test_the_shipped_studies_are_of_three_seeds(name, kinds):
     rows = pd.read_csv(DATA / name)
     counts = rows.groupby("ablation").agg({"seed": "nunique", "steps": "nunique"})
@@ -41,7 +41,7 @@ def test_steps_share_the_time_by_what_a_step_costs(monkeypatch):
 
     monkeypatch.setattr(ablations.vcta, "contrast_step", step)
     monkeypatch.setattr(ablations.time, "process_time", lambda: clock[0])
-    assert ablations.steps_in("as shipped", 60.0) == 120
+    assert ablations.steps_in("base", 60.0) == 120
     assert ablations.steps_in("with polished pairs", 60.0) == 30
 
 
@@ -59,7 +59,7 @@ def test_a_study_trains_judges_and_is_not_made_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(ablations, "each", lambda function, items, **_: map(function, items))
     small = dict(size=TINY, instances=2, groupings=3, divisions=2)
     monkeypatch.setattr(vcta, "Recipe", lambda **fields: replace(vcta_recipe(**fields), **small))
-    names = ("as shipped", "blind to memory")
+    names = ("base", "blind to memory")
     rows = ablations.study(tmp_path, 1.0, 2, names, sizes=((4, 2),))
     assert len(rows) == 2 * 2 * 20
     assert set(zip(rows["ablation"], rows["seed"])) == {(name, seed) for name in names for seed in (0, 1)}
@@ -73,13 +73,13 @@ def test_a_study_trains_judges_and_is_not_made_twice(tmp_path, monkeypatch):
 
 
 def test_a_study_goes_on_with_other_names(tmp_path, monkeypatch):
-    counts = {"as shipped": 7, "one layer": 9, "contrast grows": 4}
+    counts = {"base": 7, "one layer": 9, "contrast grows": 4}
     monkeypatch.setattr(ablations, "steps_in", lambda name, seconds: counts[name])
     path = tmp_path / "steps.csv"
-    assert ablations._steps_of(path, 1.0, ("as shipped",)).to_dict() == {"as shipped": 7}
-    counts["as shipped"] = 70  # measured once
-    assert ablations._steps_of(path, 1.0, ("one layer", "as shipped", "contrast grows")).to_dict() == {
-        "as shipped": 7, "one layer": 9, "contrast grows": 4}
+    assert ablations._steps_of(path, 1.0, ("base",)).to_dict() == {"base": 7}
+    counts["base"] = 70  # measured once
+    assert ablations._steps_of(path, 1.0, ("one layer", "base", "contrast grows")).to_dict() == {
+        "base": 7, "one layer": 9, "contrast grows": 4}
 
 
 vcta_recipe = vcta.Recipe
@@ -88,8 +88,8 @@ vcta_recipe = vcta.Recipe
 def test_training_of_an_ablation_has_its_change_and_seed(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(vcta, "train", lambda out, recipe, progress: seen.append((out, recipe)))
-    ablations.train(Training("self-labelling", 2, 30, tmp_path))
-    assert seen == [(tmp_path, vcta.Recipe(steps=30, seed=2, log_rows=0, loss="self-labelling"))]
+    ablations.train(Training("self-labelling", 2, 30, tmp_path / "nnpiper.pt"))
+    assert seen == [(tmp_path, vcta.Recipe(steps=30, seed=2, log_rows=0, loss="self-labelling", groupings=8, grows=False))]
 
 
 def test_summary_by_hand():
@@ -98,15 +98,15 @@ def test_summary_by_hand():
     sizes = [(4, 4, 0), (4, 4, 1), (4, 2, 0)]
     steps = {("self-labelling", 0): [(1.1, 1.0), (2.4, 2.2), (np.nan, 4.0)],
              ("self-labelling", 1): [(1.3, 1.0), (2.4, 2.2), (4.4, 4.0)],
-             ("as shipped", 0): [(1.0, 1.0), (2.0, 2.0), (4.0, 4.4)],
-             ("as shipped", 1): [(1.0, 1.0), (2.0, 2.0), (4.0, 4.4)]}
+             ("base", 0): [(1.0, 1.0), (2.0, 2.0), (4.0, 4.4)],
+             ("base", 1): [(1.0, 1.0), (2.0, 2.0), (4.0, 4.4)]}
     rows = pd.DataFrame([dict(ablation=name, seed=seed, steps=7, **trial, devices=K, stages=S, number=n,
                               network_s=network, polished_s=polished, reference_s=best)
                          for (name, seed), found in steps.items()
                          for (K, S, n), (network, polished), best in zip(sizes, found, (1.0, 2.5, 4.2))])
     table = ablations.summary(rows).set_index("ablation")
-    assert list(table.index) == ["as shipped", "self-labelling"]  # the order of CHANGES
-    shipped, own = table.loc["as shipped"], table.loc["self-labelling"]
+    assert list(table.index) == ["base", "self-labelling"]  # the order of CHANGES
+    shipped, own = table.loc["base"], table.loc["self-labelling"]
     assert (own["seeds"], own["steps"]) == (2, 7)
     assert own["network, S = K [%]"] == pytest.approx((15 + 25) / 2)  # seeds: (10 + 20) / 2, (30 + 20) / 2
     assert own["network, S = K sd"] == pytest.approx(np.std([15, 25], ddof=1))
@@ -118,10 +118,10 @@ def test_summary_by_hand():
 def test_networks_beside_the_ablations(tmp_path):
     """They plan the problems of the rows; the gap is to the best step of both. The network's weights are random."""
     trial = ablations.trials("development", ((4, 4),))[0]
-    path = tmp_path / "nnpiper.pt"
+    path = tmp_path / "other.pt"
     checkpoint.save(Network(TINY).eval(), path, {"recipe": {"steps": 3}, "start": {"recipe": {"steps": 4}}})
-    own = ablations.judged(Training("own", 0, 3, tmp_path), [trial]).iloc[0]
-    rows = pd.DataFrame([dict(own, ablation="as shipped", reference_s=0.5 * own["polished_s"])])
+    own = ablations.judged(Training("own", 0, 3, path), [trial]).iloc[0]
+    rows = pd.DataFrame([dict(own, ablation="base", reference_s=0.5 * own["polished_s"])])
     table = ablations.beside(rows, {"own": [path, path]})
     assert table["training"].tolist() == ["own"] and table["seeds"].tolist() == [2] and table["steps"].tolist() == [7]
     assert table["polished, S = K [%]"].tolist() == pytest.approx([100.0])

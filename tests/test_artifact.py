@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import nbformat
@@ -328,14 +329,14 @@ def test_two_runs_at_once_are_refused(repository, capsys):
     assert capsys.readouterr().err == "reproduce.sh: figures: another run is writing here; allowed: one at a time\n"
 
 
-def test_retraining_repeats_the_cards_first_command_and_starts_anew_when_the_source_changes(repository, monkeypatch):
+def test_retraining_repeats_the_cards_command_and_starts_anew_when_the_source_changes(repository, monkeypatch):
     monkeypatch.setattr(artifact, "TRAINING_MODULES", ("core",))
-    (repository / "net.json").write_text(json.dumps({"command": "nnpiper train --start one.pt", "minutes": 9, "start": {
-        "command": "nnpiper train --steps 7 --seed 3", "minutes": 30}}))
+    (repository / "net.json").write_text(json.dumps(
+        {"command": "torchrun --nproc-per-node 2 -m nnpiper.cli train --seed 3", "minutes": 30}))
     commands = []
 
     def train(command, **_):
-        commands.append(command[3:])
+        commands.append(command)
         folder = command[-1]
         (folder / "net.pt").write_text(f"weights {len(list(folder.iterdir()))}")
         return subprocess.CompletedProcess(command, 0)
@@ -343,16 +344,23 @@ def test_retraining_repeats_the_cards_first_command_and_starts_anew_when_the_sou
     monkeypatch.setattr(artifact.subprocess, "run", train)
     out = repository / "figures/retrain"
     target = artifact.train_checkpoint(out)
-    assert commands == [["train", "--steps", "7", "--seed", "3", "--out", out / "checkpoint"]]
+    words = "--nproc-per-node 2 -m nnpiper.cli train --seed 3 --out".split()
+    assert commands == [[Path(sys.executable).parent / "torchrun", *words, out / "checkpoint"]]
     assert target.read_text() == "weights 1"
     assert artifact.train_checkpoint(out).read_text() == "weights 2"  # resumed: what was there is still there
     (repository / "nnpiper/core.py").write_text("# changed")
     assert artifact.train_checkpoint(out).read_text() == "weights 1"
 
 
-def test_training_modules_are_files_and_the_options_need_no_package():
-    for name in artifact.TRAINING_MODULES:
-        assert (ROOT / "nnpiper" / f"{name}.py").is_file()
+def test_training_modules_are_what_training_imports_and_the_options_need_no_package():
+    imported, todo = set(), ["vcta"]
+    while todo:
+        imported.add(name := todo.pop())
+        found = [node for node in ast.walk(ast.parse((ROOT / "nnpiper" / f"{name}.py").read_text()))
+                 if isinstance(node, ast.ImportFrom) and node.level == 1]
+        todo += {other for node in found for other in ([node.module] if node.module else [a.name for a in node.names])
+                 if (ROOT / "nnpiper" / f"{other}.py").is_file()} - imported
+    assert sorted(imported) == sorted(artifact.TRAINING_MODULES)
     code = ("import sys; from nnpiper import artifact, provenance; artifact.parse(['--smoke']); "
             "sys.exit('numpy' in sys.modules or 'pydantic' in sys.modules)")
     subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, check=True)  # -S: no site-packages at all

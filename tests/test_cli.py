@@ -255,14 +255,15 @@ def test_train_hands_its_options_on(tmp_path, monkeypatch, capsys):
     assert code == 0 and out == f"wrote {tmp_path / 'run' / 'nnpiper.pt'}\n"
     assert calls == [(tmp_path / "run", vcta.Recipe(steps=5, seed=3))]
     for recipe in (vcta.Recipe(steps=4, groupings=6, learning_rate=1 / 3000),
-                   vcta.Recipe(seed=2, start="a b/c.pt", grows=True)):
+                   vcta.Recipe(seed=2, start="a b/c.pt", loss="pairwise", grows=False)):
         assert run(capsys, *shlex.split(vcta.command(recipe))[1:])[0] == 0
         assert calls[-1][1] == recipe
+    assert vcta.command(recipe, 2).startswith("torchrun --standalone --nproc-per-node 2 -m nnpiper.cli train ")
     monkeypatch.setenv("RANK", "1")
     assert run(capsys, "train", "--out", tmp_path / "run")[1] == ""
     (tmp_path / "file").write_text("")
     for options in (["--steps", 0], ["--steps", "many"], ["--seed", -1], ["--groupings", 1], ["--learning-rate", 0],
-                    ["--out", tmp_path / "file"]):
+                    ["--loss", "ranks"], ["--out", tmp_path / "file"]):
         assert options[0] in refused(capsys, "train", *options)
 
 

@@ -315,5 +315,5 @@ def test_gap_axes_show_all_values_and_only_ticks_within():
     plots.draw_gaps(axes, [(plots.points("nnpiper"), means, lows, highs)], ["a", "b"])
     low, high = axes.get_xlim()
     assert low < -5 and high > 80
-    assert [text.get_text() for text in axes.get_xticklabels()] == ["-1", "0", "1", "3", "10", "30", "100"]
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["-3", "-1", "0", "1", "3", "10", "30", "100"]
     plt.close(figure)

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from nnpiper import cost, importers, measured_profiles, simulator
 from nnpiper.measured import MeasuredChain, crossing_bytes, order
+from nnpiper.paths import PROFILES
 from nnpiper.problem import InputError
 from nnpiper.solver import NNPiper
 
-SAMPLES = measured_profiles.FOLDER
-needs_samples = pytest.mark.skipif(not SAMPLES.is_dir(), reason="no folder shared/profiles beside the repository")
+needs_samples = pytest.mark.skipif(not PROFILES.is_dir(), reason="no folder shared/profiles beside the repository")
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_a_long_chain_and_a_wide_star_are_quick():
 @needs_samples
 @pytest.mark.parametrize("name", measured_profiles.GRAPHS)
 def test_pipedream_totals(name, solve):
-    path = SAMPLES / name
+    path = PROFILES / name
     text = path.read_text()
     chain = importers.pipedream({"V100": path})
     forward_ms, backward_ms, weights = (sum(map(float, re.findall(rf"{field}=([\d.]+)", text))) for field in (
@@ -108,7 +108,7 @@ def test_pipedream_totals(name, solve):
 
 @needs_samples
 def test_vgg16_is_a_plain_chain():
-    chain = importers.pipedream({"GPU": SAMPLES / "pipedream/vgg16.graph.txt"})
+    chain = importers.pipedream({"GPU": PROFILES / "pipedream/vgg16.graph.txt"})
     assert [int(name.split()[0][4:]) for name in chain.layer_names] == list(range(1, 42))
     np.testing.assert_array_equal(np.delete(chain.output_bytes, 32)[:-1], np.delete(chain.stash_bytes, 32)[:-1])
     assert chain.output_bytes[32] == 4 + chain.stash_bytes[31]  # a number, size(0), beside the tensor it is of
@@ -118,7 +118,7 @@ def test_vgg16_is_a_plain_chain():
 
 @needs_samples
 def test_dapples_bert_24_is_bert_large():
-    chain = importers.pipedream({"V100": SAMPLES / "dapple/bert-24-pbs-6.txt"})
+    chain = importers.pipedream({"V100": PROFILES / "dapple/bert-24-pbs-6.txt"})
     blocks = [i for i, name in enumerate(chain.layer_names) if "layer_" in name]
     assert len(blocks) == 24
     # Devlin et al. 2019: blocks of 12 h^2 + 13 h parameters, h = 1024, of 4 bytes
@@ -192,7 +192,7 @@ def test_graphs_of_two_types_must_agree(tmp_path):
 @needs_samples
 @pytest.mark.parametrize("variant, forward_share", [("vanilla", 1 / 3), ("activation recomp", 1 / 4)])
 def test_piper_totals(variant, forward_share, solve):
-    path = SAMPLES / "piper/bert32a100.json"
+    path = PROFILES / "piper/bert32a100.json"
     raw = json.loads(path.read_text())
     alone = {n["id"]: next(t for t in n["TMPCs"]["1"] if t["id"] == variant) for n in raw["nodes"]}
     chain = importers.piper({"A100": path}, variant)
@@ -354,7 +354,7 @@ def test_hostfile_errors(metis_folder, text, message):
 @needs_samples
 @pytest.mark.parametrize("b", [1, 2])
 def test_sailor_totals(b, solve):
-    folder, info_file = SAMPLES / "sailor", SAMPLES / "sailor/llm_info.json"
+    folder, info_file = PROFILES / "sailor", PROFILES / "sailor/llm_info.json"
     files = {path.stem: path for path in sorted((folder / "profiles/OPT-350").glob("*.json"))}
     chain = importers.sailor(files, info_file, "OPT-350", b)
     assert chain.layers == 26 and len(files) == 6

@@ -318,7 +318,7 @@ def test_a_budget_too_small_for_the_network_goes_to_the_search(piper, monkeypatc
     clock = Clock(monkeypatch, sampling_s=1.0, chunk_s=1.2e-4)
     monkeypatch.setattr(NNPiper, "sample", None)
     plan = piper.solve(problem, budget_s=0.0006)
-    assert 3 <= clock.chunks <= 8
+    assert clock.chunks >= 3 and clock.now <= 100.0 + 0.0006 + 1.2e-4
     plain = cost.decode(*best_start(problem, np.random.default_rng(0)))
     assert outcome(problem, plan) <= outcome(problem, plain)
 
@@ -326,7 +326,7 @@ def test_a_budget_too_small_for_the_network_goes_to_the_search(piper, monkeypatc
 def test_how_many_starts_so_many_moves_are_for():
     of = lambda K, moves: solver._startable(random_problem(np.random.default_rng(0), K=K, L=16, S=1), moves)
     assert [of(4, moves) for moves in (-1, 249, 999, 1000, 2250, 25_000)] == [1, 1, 1, 2, 3, 10]  # of 250 each
-    assert [of(16, 640 * n) for n in (1, 4, 9, 100)] == [1, 2, 3, 10]  # 2.5 x 16^2
+    assert [of(16, 256 * n) for n in (1, 4, 9, 100)] == [1, 2, 3, 10]  # 1.0 x 16^2
 
 
 @pytest.mark.parametrize("wishes", [{}, {"most_devices": 3}, {"most_devices": 2}, {"pins": {0: 1}}])

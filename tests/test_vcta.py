@@ -7,7 +7,7 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch import distributed
 from nnpiper import checkpoint, cost, vcta, virtual
 from nnpiper.batch import assemble, disassemble
 from nnpiper.losses import LOSSES
-from nnpiper.network import Divisions, Network, join
+from nnpiper.network import Divisions, Network, Size, join
 from nnpiper.paths import CHECKPOINT
 from nnpiper.problem import InputError
 from nnpiper.search import device_speed
@@ -61,23 +61,22 @@ def test_score_is_the_exact_step_of_what_was_drawn():
 
 
 def test_a_growing_contrast_draws_more_groupings_late():
-    grows = Recipe(steps=10, groupings=3, grows=True)
+    grows = Recipe(steps=10, groupings=3)
     assert [grows.groupings_at(step) for step in range(10)] == [3] * 5 + [6] * 3 + [12] * 2
-    assert [Recipe(steps=10, groupings=3).groupings_at(step) for step in (0, 9)] == [3, 3]
-    one_step = Recipe(**{**vars(RECIPE), "grows": True})
+    assert [replace(grows, grows=False).groupings_at(step) for step in (0, 9)] == [3, 3]
     seen = []
     network = Network(TINY)
     draw = network.draw
     network.draw = lambda f, encoding, N, generator: seen.append(N) or draw(f, encoding, N, generator)
     for step in range(4):
-        vcta.contrast_step(network, one_step, step)
+        vcta.contrast_step(network, RECIPE, step)
     assert seen == [4, 4, 8, 8]
 
 
 @pytest.mark.parametrize("loss_name", ["pairwise", "best-against-spread", "self-labelling", "policy-gradient"])
 def test_a_step_contrasts_groupings_by_their_best_division_and_divisions_within_a_grouping(monkeypatch, loss_name):
-    """The same outcomes and log probabilities, put together plainly."""
-    recipe, network, kept = replace(RECIPE, loss=loss_name), lively(), {}
+    """The same outcomes and log probabilities, put together plainly; of seven groupings best-against-spread reads five."""
+    recipe, network, kept = replace(RECIPE, loss=loss_name, groupings=7, grows=False), lively(), {}
 
     def keep(owner, name):
         function = getattr(owner, name)
@@ -88,11 +87,28 @@ def test_a_step_contrasts_groupings_by_their_best_division_and_divisions_within_
     keep(Divisions, "log_prob")
     loss = vcta.contrast_step(network, recipe, 0)
     (step_s, overflow), grouping_p, division_p = kept[vcta], kept[network], kept[Divisions]
-    best = [[min(zip(o, t)) for o, t in zip(*rows)] for rows in zip(overflow.tolist(), step_s.tolist())]
-    levels = [(grouping_p, np.array(best)[..., 1], np.array(best)[..., 0]),
-              (division_p.reshape(16, 3), step_s.reshape(16, 3), overflow.reshape(16, 3))]
+    best = np.array([[min(zip(o, t)) for o, t in zip(*rows)] for rows in zip(overflow.tolist(), step_s.tolist())])
+    read = np.tile(np.arange(7), (len(best), 1))
+    if loss_name == "best-against-spread":
+        ranked = [sorted(range(7), key=lambda n: tuple(row[n])) for row in best]
+        read = np.array(ranked)[:, [0, 1, 3, 4, 6]]
+    rows = np.arange(len(best))[:, None]
+    levels = [(grouping_p, *best[rows, read].transpose(2, 0, 1)[::-1]),
+              (division_p.reshape(-1, 3), *(part[rows, read].reshape(-1, 3) for part in (step_s, overflow)))]
     expected = sum(LOSSES[loss_name](*level).item() for level in levels)
     assert loss.item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_groupings_that_the_contrast_does_not_read_change_no_gradient(monkeypatch):
+    """The pointer's gradient, with a gradient for all groupings and for those that are read alone."""
+    monkeypatch.setitem(LOSSES, "all", LOSSES["best-against-spread"])
+    found = []
+    for name in ("best-against-spread", "all"):
+        network = lively()
+        vcta.contrast_step(network, Recipe(steps=9, seed=1, instances=4, groupings=9, loss=name), 0).backward()
+        found.append({name: p.grad for name, p in network.named_parameters() if not name.startswith("divider")})
+    assert all(torch.allclose(part, found[1][name], atol=1e-6) for name, part in found[0].items())
+    assert sum(part.abs().sum() for part in found[0].values()) > 0.1
 
 
 def test_virtual_instances_are_problems_within_their_ranges():
@@ -150,8 +166,8 @@ def test_training_steps_draw_fresh_instances_and_the_validation_others(monkeypat
 
 @pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss != "imitation"])
 def test_training_improves_the_samples(monkeypatch, loss):
-    """One size, 120 steps: on instances never trained on, the mean of 16 x 2 samples gets better and, by the contrast,
-    which weighs the leaders, the best of them, too."""
+    """One size, 120 steps: on instances never trained on, the mean of 16 x 2 samples gets better and, by the contrasts
+    that weigh the leaders, the best of them, too."""
     size = dict(K=6, S=6, L=30, M=8, schedule="1f1b", transfers="blocking")
     monkeypatch.setattr(virtual, "sizes", lambda rng: size)
     recipe = Recipe(instances=16, groupings=8, divisions=4, size=TINY, loss=loss)
@@ -171,7 +187,7 @@ def test_training_improves_the_samples(monkeypatch, loss):
         optimizer.step()
     after = steps_s()
     assert (after.mean(1) / before.mean(1)).mean() < 0.97
-    if loss == "pairwise":
+    if loss in ("best-against-spread", "pairwise"):
         assert (after.min(1) / before.min(1)).mean() < 0.995
 
 
@@ -264,7 +280,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_training(tmp_path, monke
 
 
 def test_unknown_choices_are_refused():
-    with pytest.raises(InputError, match="loss: 'ranks'; allowed: pairwise, "):
+    with pytest.raises(InputError, match="loss: 'ranks'; allowed: best-against-spread, "):
         Recipe(loss="ranks")
     with pytest.raises(InputError, match="blind: 'link'; allowed"):
         Network(TINY, "link")
@@ -403,17 +419,23 @@ def test_training_goes_on_from_a_checkpoint(tmp_path, cheap_validation):
 def test_polish_in_training_counts_the_polished_plans(monkeypatch):
     """Each instance has one grouping more in the contrast, and the loss has a gradient."""
     seen = []
-    monkeypatch.setitem(LOSSES, "pairwise", lambda p, *rest: seen.append(p.shape) or p.sum())
+    monkeypatch.setitem(LOSSES, RECIPE.loss, lambda p, *rest: seen.append(p.shape) or p.sum())
     network = Network(TINY)
     vcta.contrast_step(network, replace(RECIPE, polish=50), 0).backward()
     A = round(RECIPE.instances * min(1.0, 16 / virtual.sizes(np.random.default_rng([RECIPE.seed, 0]))["K"]) ** 1.5)
     assert seen == [(A, RECIPE.groupings + 1), (A * (RECIPE.groupings + 1), RECIPE.divisions)]
 
 
-def test_the_shipped_log_is_of_all_the_trainings_on_the_card():
-    card, steps = json.loads(checkpoint.card_path(CHECKPOINT).read_text()), 0
-    while card:
-        steps, first, card = steps + card["recipe"]["steps"], card, card.get("start")
-    assert first["sha256"] == json.loads((CHECKPOINT.parent / "scratch-0/nnpiper.json").read_text())["sha256"]
-    log = np.genfromtxt(CHECKPOINT.parent / "log.csv", delimiter=",", skip_header=1)
-    assert log[-1, 0] == steps and (np.diff(log[:, :2], axis=0) > 0).all()
+@pytest.mark.parametrize("folder", sorted(path.parent for path in CHECKPOINT.parent.rglob("nnpiper.pt")),
+                         ids=lambda folder: folder.name)
+def test_a_shipped_card_has_the_command_and_the_steps_of_its_log(folder):
+    card = json.loads((folder / "nnpiper.json").read_text())
+    recipe = Recipe(**{**card["recipe"], "size": Size(**card["recipe"]["size"])})
+    assert card["command"] == vcta.command(recipe, card["processes"]) and "start" not in card
+    log = np.genfromtxt(folder / "log.csv", delimiter=",", skip_header=1)
+    assert log[-1, 0] == recipe.steps and (np.diff(log[:, :2], axis=0) > 0).all()
+
+
+def test_the_shipped_checkpoint_is_of_the_recipe():
+    card = json.loads(checkpoint.card_path(CHECKPOINT).read_text())
+    assert card["recipe"] == asdict(Recipe(seed=card["recipe"]["seed"]))

@@ -19,8 +19,8 @@ def test_gaps_on_measured_profiles():
     vgg = found["profile"].str.contains("vgg")
     even, uneven = found[~vgg], found[vgg]
     assert len(even) == 12 and even["nnpiper [%]"].max() <= 1.0 and even["network [%]"].max() <= 5.0
-    assert len(uneven) == 4 and (uneven["nnpiper [%]"] <= np.where(uneven["stages"] == 8, 1.0, 6.0)).all()
-    assert found["nnpiper [%]"].mean() <= 1.0
+    assert len(uneven) == 4 and (uneven["nnpiper [%]"] <= np.where(uneven["stages"] == 8, 2.0, 10.0)).all()
+    assert found["nnpiper [%]"].mean() <= 1.5
     shipped = pd.read_csv(measured_profiles.SHIPPED)
     assert shipped.iloc[:, :4].equals(found.iloc[:, :4])
     # plans may differ on another processor, whose sums round otherwise

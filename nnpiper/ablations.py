@@ -1,7 +1,8 @@
 """Ablations: trainings that differ from a base in one thing, each with several seeds and the same training time.
 
-The time is CPU time of one thread. How many steps it buys is measured once for each ablation, one after the other on
-the same draws, so that all seeds of an ablation make equally many steps. The networks then plan problems of the
+The time is CPU time of one thread. How many steps it buys is measured for each ablation on the same draws, in rounds
+over all of them of which the fastest counts, as a machine's pace changes from minute to minute; all seeds of an
+ablation make equally many steps. The networks then plan problems of the
 development set, alone and with polish; the gap is to the best plan known, long annealing included.
 
 Symbols: K devices, S stages.
@@ -46,7 +47,7 @@ CHANGES = {
     "four layers": {"size": Size(depth=4, stage_depth=4)},
     **{f"blind to {name}": {"blind": name} for name in ("links", "memory", "micro-batches", "stages")}}
 SIZES = (8, 8), (12, 12), (16, 16), (8, 4), (12, 6), (16, 8)  # (K, S)
-TIMED_STEPS = 25
+TIMED_STEPS, TIMED_ROUNDS = 25, 4
 REFERENCE = dict(runs=8, moves=100_000)
 
 
@@ -60,15 +61,15 @@ class Training:
     checkpoint: Path
 
 
-def steps_in(name: str, seconds: float, timed: int = TIMED_STEPS) -> int:
-    """How many training steps of an ablation take so many seconds of CPU time."""
+def step_cpu_s(name: str, timed: int = TIMED_STEPS) -> float:
+    """CPU time in s of a training step of an ablation, mean of so many that are spread over a training."""
     recipe = _recipe(name, steps=timed)
     network = Network(recipe.size, recipe.blind)
     vcta.contrast_step(network, recipe, 0).backward()  # compiles
     begin = time.process_time()
     for step in range(timed):
         vcta.contrast_step(network, recipe, step).backward()
-    return max(int(seconds * timed / (time.process_time() - begin)), 2)
+    return (time.process_time() - begin) / timed
 
 
 def _recipe(name, **others):
@@ -144,9 +145,10 @@ def _steps_of(path, seconds, names):
     for other in known["cpu_seconds"]:
         if other != seconds:
             raise InputError(f"{path}: cpu_seconds: {other:g}; allowed: {seconds:g}, as asked for, or another folder")
-    new = [(name, next(each(partial(steps_in, seconds=seconds), [name])), seconds)
-           for name in names if name not in set(known["ablation"])]
-    if new:
+    names = [name for name in names if name not in set(known["ablation"])]
+    if names:
+        cpu_s = np.array(list(each(step_cpu_s, TIMED_ROUNDS * names))).reshape(TIMED_ROUNDS, len(names)).min(axis=0)
+        new = [(name, max(int(seconds / step_s), 2), seconds) for name, step_s in zip(names, cpu_s)]
         known = pd.DataFrame([*known[columns].itertuples(index=False, name=None), *new], columns=columns)
         write_text(path, csv_text(known))
     return known.set_index("ablation")["steps"]

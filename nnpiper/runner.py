@@ -186,7 +186,7 @@ def key(notebook: Notebook, settings: Settings, hashes: dict[str, str]) -> str:
 
 def is_current(notebook: Notebook, settings: Settings) -> bool:
     """Whether the notebook's last run had the same key and its outputs are still what that run wrote."""
-    stamp = _read_stamp(notebook, settings)
+    stamp = _read_json(settings.stamp(notebook))
     if stamp is None:
         return False
     try:
@@ -196,7 +196,7 @@ def is_current(notebook: Notebook, settings: Settings) -> bool:
     return (stamp["key"] == key(notebook, settings, hashes)
             and settings.result(notebook).is_file()
             and stamp["outputs"].keys() == set(notebook.says.writes)
-            and all(_hash_or_none(settings.out / name) == value for name, value in stamp["outputs"].items()))
+            and _unchanged(stamp["outputs"], settings))
 
 
 def run_chain(chain: list[Notebook], settings: Settings, console: Console) -> None:
@@ -257,9 +257,16 @@ def run_notebook(notebook: Notebook, settings: Settings) -> dict:
 
 
 def write_provenance(chain: list[Notebook], settings: Settings) -> None:
-    """<out>/provenance.json: the record of every notebook's last good run."""
-    stamps = {notebook.name: _read_stamp(notebook, settings) for notebook in chain}
-    records = {name: stamp["record"] for name, stamp in stamps.items() if stamp is not None}
+    """<out>/provenance.json: the record of every notebook's last good run. Where a notebook has not run in this clone,
+    the record that is there stays as long as what it tells of lies in <out>."""
+    known = _read_json(settings.out / "provenance.json") or {}
+    records = {}
+    for notebook in chain:
+        stamp = _read_json(settings.stamp(notebook))
+        if stamp is not None:
+            records[notebook.name] = stamp["record"]
+        elif notebook.name in known and _unchanged(known[notebook.name]["outputs"], settings):
+            records[notebook.name] = known[notebook.name]
     write_text(settings.out / "provenance.json", json.dumps(records, indent=1) + "\n")
 
 
@@ -340,11 +347,15 @@ def _reason(error, notebook):
     return str(error) or type(error).__name__
 
 
-def _read_stamp(notebook, settings):
+def _read_json(path):
     try:
-        return json.loads(settings.stamp(notebook).read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except OSError:
         return None
+
+
+def _unchanged(outputs, settings):
+    return all(_hash_or_none(settings.out / name) == value for name, value in outputs.items())
 
 
 def _hash_or_none(path):

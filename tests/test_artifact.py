@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -93,6 +94,17 @@ def test_a_run_of_one_notebook_leaves_the_others_their_provenance(root):
     run(root)
     run(root, slice(1), force=True)
     assert list(json.loads((root / "figures/provenance.json").read_text())) == ["01_first", "02_second"]
+
+
+def test_a_run_of_one_notebook_in_a_fresh_clone_leaves_the_others_their_provenance(root, tmp_path):
+    two_notebooks(root)
+    run(root)
+    of_second = lambda clone: json.loads((clone / "figures/provenance.json").read_text()).get("02_second")
+    clones = [shutil.copytree(root, tmp_path / name, ignore=shutil.ignore_patterns(".*")) for name in "ab"]
+    (clones[1] / "figures/b.txt").write_text("better")  # of which the record says nothing
+    for clone in clones:
+        assert ran(run(clone, slice(1))) == [True]
+    assert of_second(clones[0]) == of_second(root) and of_second(clones[1]) is None
 
 
 @pytest.mark.parametrize("name", ["nnpiper/core.py", "requirements.lock", "net.pt"])

@@ -27,7 +27,7 @@ from .problem import InputError, write_text
 from .report import csv_text, progress
 from .testset import TRIAL, Trial, trials
 
-# The recipe before these studies, from which they led to the present one. What each changes in it, by what it asks
+# Loss and contrast of the recipe before these studies. What each changes in it, by what it asks
 BASE = {"loss": "pairwise", "groupings": 8, "grows": False}
 CHANGES = {
     "recipe": {name: getattr(vcta.Recipe(), name) for name in BASE},

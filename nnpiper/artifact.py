@@ -7,6 +7,7 @@ library alone), and in .venv, to do the work.
 import argparse
 import fcntl
 import json
+import os
 import re
 import shlex
 import shutil
@@ -44,7 +45,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--smoke", action="store_true", help="everything in small, into figures/smoke/ (5 minutes)")
     size.add_argument("--retrain", action="store_true",
-                      help="first train anew, as the shipped checkpoint was trained (about 40 minutes more), and "
+                      help="first train anew, as the shipped checkpoint was trained (40 to 60 minutes more), and "
                            "evaluate that checkpoint, into figures/retrain/")
     part = parser.add_mutually_exclusive_group()
     part.add_argument("--from", dest="first", metavar="NN", type=_number, help="leave out the notebooks before NN")
@@ -99,7 +100,9 @@ def train_checkpoint(out: Path) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         write_text(stamp, made_from)
     program = Path(sys.executable).parent / command[0]  # nnpiper or torchrun
-    subprocess.run([program, *command[1:], "--out", folder], cwd=ROOT, check=True)
+    # the processes share the cores: more threads in each would wait for one another
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    subprocess.run([program, *command[1:], "--out", folder], cwd=ROOT, check=True, env=environment)
     return folder / CHECKPOINT.name
 
 

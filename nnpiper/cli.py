@@ -136,7 +136,8 @@ def train(
     groupings: Annotated[int, typer.Option(help="Groupings drawn for each virtual instance.", metavar="N")] = 16,
     grows: Annotated[bool, typer.Option(help="Twice as many groupings from half of the steps on, four times as many in "
                                              "the last fifth.")] = True,
-    loss: Annotated[str, typer.Option(help="What the network is trained to do with the strategies it has drawn.",
+    loss: Annotated[str, typer.Option(help="What is learned from the drawn strategies: best-against-spread, "
+                                           "pairwise, self-labelling or policy-gradient.",
                                       metavar="NAME")] = "best-against-spread",
 ) -> int:
     """Train the network by VCTA. Data parallel under torchrun: torchrun --nproc-per-node 2 -m nnpiper.cli train ..."""
@@ -149,7 +150,8 @@ def train(
     _check_range("--groupings", groupings, 2, 1024)
     check_folder("--out", out)
     from . import vcta
-    check_choice("--loss", loss, vcta.LOSSES)
+    # imitation needs plans to learn from, which only the ablations make
+    check_choice("--loss", loss, [name for name in vcta.LOSSES if name != "imitation"])
     recipe = vcta.Recipe(steps=steps, seed=seed, start=start, learning_rate=learning_rate, groupings=groupings,
                          grows=grows, loss=loss)
     checkpoint = vcta.train(out, recipe)

@@ -3,13 +3,15 @@
 Each step draws fresh virtual instances and lets the network draw N groupings for each, and R divisions of the layers
 for each grouping. All run on the exact simulator and are contrasted: the groupings of an instance (by their best
 division) with each other, and the divisions of a grouping with each other, so that neither is judged by the other's
-luck. The best one b shall become likelier than the others j of a spread, SPREAD of them at even ranks,
+luck; of the groupings that this loss does not read, the divisions are left out, too, which saves their gradients. The
+best one b shall become likelier than the others j of a spread, SPREAD of them at even ranks,
 
     loss = - mean over j of log sigmoid(BETA step(j) / step(b) (log p(b) - log p(j))) / BETA,
 
-since the solver uses the best of many samples. The number of groupings grows as the training goes on (GROWTH), since
-the better the network is, the less the best of a few tells. The paper states the algorithm's name and purpose; this
-loss, after BOPO (Liao et al. 2025), is this artifact's choice, and `losses` has others to compare it with. Everything
+with the ratio of the steps kept within 0.1 and 10 and equal ones left out, since the solver uses the best of many
+samples. The number of groupings grows as the training goes on (GROWTH), since the better the network is, the less the
+best of a few tells. The paper states the algorithm's name and purpose; this loss, after BOPO (Liao et al. 2025), is
+this artifact's choice, and `losses` has others to compare it with. Everything
 random in step t follows from (seed, t, rank), so a resumed run goes on exactly as the unbroken one.
 """
 

@@ -90,7 +90,8 @@ def test_training_of_an_ablation_has_its_change_and_seed(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(vcta, "train", lambda out, recipe, progress: seen.append((out, recipe)))
     ablations.train(Training("self-labelling", 2, 30, tmp_path / "nnpiper.pt"))
-    assert seen == [(tmp_path, vcta.Recipe(steps=30, seed=2, log_rows=0, loss="self-labelling", groupings=8, grows=False))]
+    recipe = vcta.Recipe(steps=30, seed=2, log_rows=0, loss="self-labelling", groupings=8, grows=False)
+    assert seen == [(tmp_path, recipe)]
 
 
 def test_summary_by_hand():

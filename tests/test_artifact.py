@@ -347,7 +347,8 @@ def test_retraining_repeats_the_cards_command_and_starts_anew_when_the_source_ch
         {"command": "torchrun --nproc-per-node 2 -m nnpiper.cli train --seed 3", "minutes": 30}))
     commands = []
 
-    def train(command, **_):
+    def train(command, env, **_):
+        assert env["OMP_NUM_THREADS"] == "1"
         commands.append(command)
         folder = command[-1]
         (folder / "net.pt").write_text(f"weights {len(list(folder.iterdir()))}")

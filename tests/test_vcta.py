@@ -99,8 +99,9 @@ def test_a_step_contrasts_groupings_by_their_best_division_and_divisions_within_
     assert loss.item() == pytest.approx(expected, rel=1e-4)
 
 
-def test_groupings_that_the_contrast_does_not_read_change_no_gradient(monkeypatch):
-    """The pointer's gradient, with a gradient for all groupings and for those that are read alone."""
+def test_groupings_that_the_contrast_does_not_read_change_no_gradient_of_the_pointer(monkeypatch):
+    """With a gradient for all groupings and for those that are read alone; the divider's differs, which learns from the
+    divisions of the latter alone."""
     monkeypatch.setitem(LOSSES, "all", LOSSES["best-against-spread"])
     found = []
     for name in ("best-against-spread", "all"):

@@ -109,8 +109,9 @@ def beside(rows: pd.DataFrame, checkpoints: dict[str, list[Path]]) -> pd.DataFra
     wanted = [Trial(*key) for key in rows[["set", *TRIAL]].drop_duplicates().itertuples(index=False)]
     others = [Training(name, seed, _steps(json.loads(card_path(path).read_text(encoding="utf-8"))), path)
               for name, paths in checkpoints.items() for seed, path in enumerate(paths)]
-    both = pd.concat([rows, *each(partial(judged, wanted=wanted), others, least=1)], ignore_index=True)
-    return summary(both).set_index("ablation").loc[list(checkpoints)].reset_index(names="training")
+    own = pd.concat(list(each(partial(judged, wanted=wanted), others, least=1)), ignore_index=True)
+    table = summary(own, known=pd.concat([rows, own]))  # apart: a name may be an ablation's, too
+    return table.set_index("ablation").loc[list(checkpoints)].reset_index(names="training")
 
 
 def _steps(card):
@@ -154,12 +155,13 @@ def _steps_of(path, seconds, names):
     return known.set_index("ablation")["steps"]
 
 
-def summary(rows: pd.DataFrame) -> pd.DataFrame:
-    """A row an ablation, those of CHANGES in their order before others: seeds and steps of its trainings, and of the
+def summary(rows: pd.DataFrame, known: pd.DataFrame | None = None) -> pd.DataFrame:
+    """A row an ablation, those of CHANGES in their order: seeds and steps of its trainings, and of the
     network alone and with polish, S = K and S < K apart, the gap in % (mean over the problems, then over the seeds, as
     "mean [%]", with the seeds' standard deviation) and how many plans do not fit, a seed. The gap is to the best step
-    in `rows`."""
-    best = rows.groupby(TRIAL)[["network_s", "polished_s", "reference_s"]].min().min(axis=1).rename("best_s")
+    in `known`, by default in `rows`."""
+    known = rows if known is None else known
+    best = known.groupby(TRIAL)[["network_s", "polished_s", "reference_s"]].min().min(axis=1).rename("best_s")
     rows = rows.join(best, on=TRIAL)
     rows["kind"] = np.where(rows["devices"] == rows["stages"], "S = K", "S < K")
     records = []

@@ -118,13 +118,14 @@ def test_summary_by_hand():
 
 
 def test_networks_beside_the_ablations(tmp_path):
-    """They plan the problems of the rows; the gap is to the best step of both. The network's weights are random."""
+    """They plan the problems of the rows; the gap is to the best step of both. The network's weights are random. A
+    training named as an ablation is not mixed with it."""
     trial = ablations.trials("development", ((4, 4),))[0]
     path = tmp_path / "other.pt"
     checkpoint.save(Network(TINY).eval(), path, {"recipe": {"steps": 3}, "start": {"recipe": {"steps": 4}}})
     own = ablations.judged(Training("own", 0, 3, path), [trial]).iloc[0]
-    rows = pd.DataFrame([dict(own, ablation="base", reference_s=0.5 * own["polished_s"])])
-    table = ablations.beside(rows, {"own": [path, path]})
-    assert table["training"].tolist() == ["own"] and table["seeds"].tolist() == [2] and table["steps"].tolist() == [7]
+    rows = pd.DataFrame([dict(own, ablation="base", network_s=9.0, reference_s=0.5 * own["polished_s"])])
+    table = ablations.beside(rows, {"base": [path, path]})
+    assert table["training"].tolist() == ["base"] and table["seeds"].tolist() == [2] and table["steps"].tolist() == [7]
     assert table["polished, S = K [%]"].tolist() == pytest.approx([100.0])
     assert table["network, S = K [%]"].tolist() == pytest.approx([200 * own["network_s"] / own["polished_s"] - 100])

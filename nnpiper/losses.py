@@ -69,6 +69,9 @@ def imitation(log_p: Tensor, *_: np.ndarray) -> Tensor:
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "best-against-spread": best_against_spread, "pairwise": pairwise, "self-labelling": self_labelling,
     "policy-gradient": policy_gradient, "imitation": imitation}
+# Of the losses that read only some of the strategies, which: f(step_s, overflow) gives their numbers [A, n], and the
+# loss of these alone is that of all
+READS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {"best-against-spread": spread}
 
 
 def _sorted(log_p, step_s, overflow):

@@ -157,22 +157,22 @@ def contrast_step(network: Network, recipe: Recipe, step: int, rank: int = 0, wo
         return (losses.imitation(network.log_prob(f, encoding, plans))
                 + losses.imitation(divisions.log_prob(divisions.around(share, 1, generator))))
     plans = network.draw(f, encoding, recipe.groupings_at(step), generator)
-    few = recipe.loss == "best-against-spread"  # it reads few of the groupings, so only these get a gradient
-    with torch.set_grad_enabled(not few):
+    reads = losses.READS.get(recipe.loss)  # only the groupings that the loss reads get a gradient
+    with torch.set_grad_enabled(reads is None):
         divisions = network.divide(f, encoding, plans)
     log_share = divisions.draw(recipe.divisions, generator)
     step_s, overflow = score(problems, plans, log_share)
     if recipe.polish:
         better_plans, share = polished(problems, plans, log_share, step_s, overflow, recipe.polish, rng)
         plans = join(plans, network.replay(f, better_plans))
-        with torch.set_grad_enabled(not few):
+        with torch.set_grad_enabled(reads is None):
             divisions = network.divide(f, encoding, plans)
         log_share = torch.cat([log_share, divisions.around(share, recipe.divisions, generator)], 1)
         step_s, overflow = score(problems, plans, log_share)
     best = np.lexsort((step_s, overflow))[..., :1]
     of_best = [np.take_along_axis(a, best, 2)[..., 0] for a in (step_s, overflow)]
-    if few:
-        chosen = losses.spread(*of_best)
+    if reads:
+        chosen = reads(*of_best)
         of_best = [np.take_along_axis(a, chosen, 1) for a in of_best]
         step_s, overflow = (np.take_along_axis(a, chosen[..., None], 1) for a in (step_s, overflow))
         plans, log_share = plans.take(chosen), log_share[torch.arange(len(chosen))[:, None], torch.from_numpy(chosen)]
